@@ -1,0 +1,34 @@
+"""One family of errors. Every message names the node or file, what is wrong, and the way out."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class AttnRewriteError(Exception):
+    """Anything attnrewrite refuses to do. `exit_code` is what the command line returns for it."""
+
+    exit_code = 2
+
+
+class InputError(AttnRewriteError):
+    """The source, the checkpoint, the data or an option is not usable as given."""
+
+
+class NothingMatchedError(AttnRewriteError):
+    """The model holds no attention that can be rewritten."""
+
+    exit_code = 3
+
+
+class CheckFailedError(AttnRewriteError):
+    """A result did not agree with its reference: nothing was emitted."""
+
+    exit_code = 4
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> InputError:
+    """An error for a name that is not known, suggesting the nearest one that is."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return InputError(f"unknown {what} {name!r}: {hint}known are {', '.join(known) or 'none'}")

@@ -1,0 +1,206 @@
+"""The records every layer speaks: what an attention site is, and what almost was one.
+
+Records are frozen data; matching returns them, rewriting consumes them. Values (tensors) of a graph are named by
+strings, so that the same record serves FX and ONNX.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Anchor = Literal["softmax", "sdpa", "attention-op"]
+Kind = Literal["self", "cross"]
+Axis = Literal["token", "channel"]
+Bias = Literal["none", "constant", "input", "depends-on-query"]
+Frontend = Literal["fx", "onnx"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the axes of one tensor read as batch, heads, tokens and channels.
+
+    The tensor of shape `shape` is viewed as `split`; the axes of that view are then grouped, in order, into
+    [batch, heads, tokens, channels]. An axis whose length follows the batch size is -1 in `shape` and in `split`.
+    Window axes count as batch.
+    """
+
+    shape: tuple[int, ...]
+    split: tuple[int, ...]
+    batch: tuple[int, ...]
+    heads: tuple[int, ...]
+    tokens: tuple[int, ...]
+    channels: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes of the split view, permuted into [batch, heads, tokens, channels]."""
+        return (*self.batch, *self.heads, *self.tokens, *self.channels)
+
+    def count(self, axes: tuple[int, ...]) -> int:
+        """The product of the given split axes, or -1 when one of them follows the batch."""
+        sizes = [self.split[axis] for axis in axes]
+        return -1 if -1 in sizes else math.prod(sizes)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A value of the graph and how it reads."""
+
+    value: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Core:
+    """The heart of a site: out = softmax(scale * query key^T + bias) value, as the graph's own tensors.
+
+    `scale` is what multiplies the product of `query` and `key` as they stand here (a scale applied before them is
+    already in them). `scale_value` names a tensor that multiplies the scores as well (a learned temperature),
+    `bias_value` one that is added to them; both broadcast against [..., queries, keys] in the layout of the scores.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    output: Operand
+    scale: float
+    scale_value: Operand | None = None
+    bias_value: Operand | None = None
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """A BatchNorm between a projection and the heads, to be folded into it: parameter names and epsilon."""
+
+    weight: str | None
+    bias: str | None
+    mean: str
+    variance: str
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear map (or 1x1 convolution) whose weights are parameters of the graph.
+
+    `rows` are the output channels in (head, channel) order: packed, separate and shuffled projections differ only
+    here. `weight` is stored [out, in] unless `transposed`. `factor` multiplies the map's result before the core.
+    """
+
+    input: Operand
+    weight: str
+    bias: str | None
+    rows: tuple[int, ...]
+    operator: Literal["linear", "conv"] = "linear"
+    transposed: bool = False
+    normalization: Normalization | None = None
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class OutputProjection:
+    """The linear map that reads the heads' outputs. `columns` are its input channels in (head, channel) order."""
+
+    output: Operand
+    weight: str
+    bias: str | None
+    columns: tuple[int, ...]
+    operator: Literal["linear", "conv"] = "linear"
+    transposed: bool = False
+    normalization: Normalization | None = None
+
+
+@dataclass(frozen=True)
+class Untraced:
+    """Why a projection could not be traced to parameters: a reason code and a sentence."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tokens that are an image: `prefix` tokens first, then `rows` x `columns` in row-major order."""
+
+    rows: int
+    columns: int
+    prefix: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One softmax(Q K^T) V in a graph.
+
+    `name` is the module path (FX) or the node's name (ONNX); `nodes` the graph nodes that belong to the site.
+    `windows` is the number of windows each image is folded into (1: not windowed). `scale` is the total factor
+    on the scores; None where it is a tensor.
+    `fingerprint` is a hash of the projection weights, equal for the same weights in any frontend; None when a projection is untraced.
+    """
+
+    id: str
+    name: str
+    frontend: Frontend
+    anchor: Anchor
+    kind: Kind
+    axis: Axis
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    n_queries: int
+    n_keys: int
+    windows: int
+    scale: float | None
+    bias: Bias
+    core: Core | None
+    query: Projection | Untraced
+    key: Projection | Untraced
+    value: Projection | Untraced
+    output: OutputProjection | Untraced
+    grid: Grid | None = None
+    causal: bool = False
+    qk_norm: bool = False
+    rope: bool = False
+    talking_heads: bool = False
+    probs_escape: bool = False
+    fingerprint: str | None = None
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def windowed(self) -> bool:
+        return self.windows > 1
+
+    @property
+    def projections(self) -> tuple[Projection | Untraced, Projection | Untraced, Projection | Untraced]:
+        return self.query, self.key, self.value
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A softmax, SDPA or attention op that is not a rewritable site, and why."""
+
+    anchor: str
+    name: str
+    reason: str
+    detail: str
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Every softmax, SDPA and attention op of a graph, as a site or as a near miss."""
+
+    model: str
+    frontend: Frontend
+    sites: tuple[AttentionSite, ...]
+    near_misses: tuple[NearMiss, ...]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
