@@ -51,12 +51,22 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Core:
-    """The heart of a site: out = softmax(scale * query key^T + bias) value, as the graph's own tensors.
+class Term:
+    """A tensor that is added to the scores, times `factor`: a relative position bias, an attention mask.
 
-    `scale` is what multiplies the product of `query` and `key` as they stand here (a scale applied before them is
-    already in them). `scale_value` names a tensor that multiplies the scores as well (a learned temperature),
-    `bias_value` one that is added to them; both broadcast against [..., queries, keys] in the layout of the scores.
+    `operand.value` broadcasts against a tensor of `operand.layout.shape`, which reads as [batch, heads, queries, keys].
+    """
+
+    operand: Operand
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Core:
+    """The heart of a site, as the graph's own tensors: out = softmax(scale * query key^T + terms) value.
+
+    `scale` multiplies the product of `query` and `key` as they stand here; a factor applied before them is already
+    in them. `temperature` is a tensor that multiplies the scores before the terms are added.
     """
 
     query: Operand
@@ -64,13 +74,13 @@ class Core:
     value: Operand
     output: Operand
     scale: float
-    scale_value: Operand | None = None
-    bias_value: Operand | None = None
+    temperature: Operand | None = None
+    terms: tuple[Term, ...] = ()
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """A BatchNorm between a projection and the heads, to be folded into it: parameter names and epsilon."""
+    """A BatchNorm after a projection, to be folded into it: the graph's values and epsilon."""
 
     weight: str | None
     bias: str | None
@@ -81,31 +91,34 @@ class Normalization:
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear map (or 1x1 convolution) whose weights are parameters of the graph.
+    """A linear map or 1x1 convolution whose weights depend on parameters alone.
 
-    `rows` are the output channels in (head, channel) order: packed, separate and shuffled projections differ only
-    here. `weight` is stored [out, in] unless `transposed`. `factor` multiplies the map's result before the core.
+    `input` is what it reads, as [batch, 1, tokens, channels]. `weight` and `bias` name values of the graph, computed
+    from `parameters`; the weight is [out, in] unless `transposed`. `rows` are its output channels in (head, channel)
+    order: packed, separate and shuffled projections differ only here. `direct` says that nothing but data movement
+    and `factor` lies between the map and the core (no normalisation of queries, no rotary embedding).
     """
 
     input: Operand
     weight: str
     bias: str | None
     rows: tuple[int, ...]
-    operator: Literal["linear", "conv"] = "linear"
+    parameters: tuple[str, ...]
     transposed: bool = False
     normalization: Normalization | None = None
     factor: float = 1.0
+    direct: bool = True
 
 
 @dataclass(frozen=True)
 class OutputProjection:
-    """The linear map that reads the heads' outputs. `columns` are its input channels in (head, channel) order."""
+    """The linear map that reads the heads' outputs: `columns` are its input channels in (head, channel) order."""
 
     output: Operand
     weight: str
     bias: str | None
     columns: tuple[int, ...]
-    operator: Literal["linear", "conv"] = "linear"
+    parameters: tuple[str, ...]
     transposed: bool = False
     normalization: Normalization | None = None
 
@@ -137,7 +150,8 @@ class AttentionSite:
 
     `name` is the module path (FX) or the node's name (ONNX); `nodes` the graph nodes that belong to the site.
     `windows` is the number of windows each image is folded into (1: not windowed). `scale` is the total factor
-    on the scores; None where it is a tensor.
+    on the scores; None where it is a tensor. `core` is None where the scores or the probabilities pass through more
+    than scale, bias and softmax: `core_reason` says what.
     `fingerprint` is a hash of the projection weights, equal for the same weights in any frontend; None when a projection is untraced.
     """
 
@@ -161,6 +175,7 @@ class AttentionSite:
     key: Projection | Untraced
     value: Projection | Untraced
     output: OutputProjection | Untraced
+    core_reason: str | None = None
     grid: Grid | None = None
     causal: bool = False
     qk_norm: bool = False
