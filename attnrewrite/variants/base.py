@@ -44,6 +44,14 @@ class Form(nn.Module):
         `activations` may be called several times; each call streams the same batches again.
         """
 
+    def resolve(self, variant: "Variant") -> "Variant":
+        """`variant` with the choices that `refine` made (heads, rank), so that it builds this structure again."""
+        return variant
+
+    def deploy(self) -> "Form":
+        """The form that stands in a lowered model: what only training needs is folded or hardened away."""
+        return self
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -60,6 +68,10 @@ class Variant:
     def build(self, site: AttentionSite) -> Form:
         """A form for `site`, with the constants that a plain weight copy gives it."""
         raise NotImplementedError
+
+    def note(self, site: AttentionSite) -> str | None:
+        """What the form leaves out at `site` beyond its own approximation, as a sentence; None when nothing."""
+        return None
 
     def multiplies(self, site: AttentionSite) -> int:
         """Multiply-adds of the form at `site` for one image, projections excluded."""

@@ -1,0 +1,99 @@
+"""SimA: attention without softmax, by l1 normalisation of query and key over the tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.site import AttentionSite
+from attnrewrite.variants.base import Form
+from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
+from attnrewrite.variants.layout import merge_heads, safe, split_heads
+from attnrewrite.variants.linear import LinearVariant
+
+EPSILON = 1e-12
+
+
+def l1_attention(query: Tensor, key: Tensor, value: Tensor, order: Order = "auto") -> Tensor:
+    """q_hat k_hat^T v with q_hat, k_hat of l1 norm one per channel over the tokens (SimA, equation 3).
+
+    query [B, H, N, d], key [B, H, M, d], value [B, H, M, e] -> [B, H, N, e]. Norms are taken as means and the
+    division by N is left to the end, so that half precision neither overflows nor underflows.
+    """
+    tokens = query.shape[2]
+    query = query / query.abs().mean(2, keepdim=True).clamp(min=safe(EPSILON / tokens, query.dtype))
+    key = key / key.abs().mean(2, keepdim=True).clamp(min=safe(EPSILON / key.shape[2], key.dtype))
+    return mean_product(query, key, value, order) / tokens
+
+
+class L1Form(Form):
+    """SimA on the heads. `centred` takes the mean off the keys and adds mean(v), which softmax has and SimA loses."""
+
+    def __init__(self, centred: bool, single_head: bool, order: Order) -> None:
+        super().__init__()
+        self.centred = centred
+        self.single_head = single_head
+        self.order = order
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self.centred:
+            return self._attend(query, key, value)
+        key = key - key.mean(2, keepdim=True)
+        return self._attend(query, key, value) + value.mean(2, keepdim=True)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if not self.single_head:
+            return l1_attention(query, key, value, self.order)
+        query, key, wide = (merge_heads(part).unsqueeze(1) for part in (query, key, value))
+        return split_heads(l1_attention(query, key, wide, self.order).squeeze(1), value.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class L1(LinearVariant):
+    """centred: the conversion mode; false is the paper's. order: auto, qk or kv. single_head: the paper's one head.
+
+    relu: the paper's ReLU for GELU in the MLPs, which the pass that rewrites the graph carries out.
+    """
+
+    centred: bool = True
+    order: Order = "auto"
+    single_head: bool = False
+    relu: bool = False
+
+    name = "l1"
+    summary = "SimA: query and key of l1 norm one over the tokens, no softmax"
+    source = "Koohpayegani & Pirsiavash 2022, SimA, equations 3-4"
+
+    def form(self, site: AttentionSite) -> Form:
+        return L1Form(self.centred, self.single_head, self._order(site))
+
+    def form_multiplies(self, site: AttentionSite) -> int:
+        heads, head_dim, value_dim = self._sizes(site)
+        return heads * product_multiplies(site.n_queries, site.n_keys, head_dim, value_dim, self._order(site))
+
+    def _order(self, site: AttentionSite) -> Order:
+        if self.order != "auto" or site.n_queries < 1 or site.n_keys < 1:
+            return self.order
+        _, head_dim, value_dim = self._sizes(site)
+        return cheaper_order(site.n_queries, site.n_keys, head_dim, value_dim)
+
+    def _sizes(self, site: AttentionSite) -> tuple[int, int, int]:
+        """Heads, query channels and value channels as the products see them."""
+        if self.single_head:
+            return 1, site.heads * site.head_dim, site.heads * site.value_dim
+        return site.heads, site.head_dim, site.value_dim
+
+
+class SimA(nn.Module):
+    """The published block (SimA, algorithm 1) with its projections: x [B, N, C] -> [B, N, C]."""
+
+    def __init__(self, dim: int, heads: int, order: Order = "auto", qkv_bias: bool = True) -> None:
+        super().__init__()
+        self.heads = heads
+        self.order = order
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (split_heads(part, self.heads) for part in torch.chunk(self.qkv(x), 3, dim=-1))
+        return self.proj(merge_heads(l1_attention(query, key, value, self.order)))

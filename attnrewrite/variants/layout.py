@@ -1,0 +1,41 @@
+"""How forms view tensors, and the small numerics they share."""
+
+import torch
+from torch import Tensor
+
+from attnrewrite.site import AttentionSite, Grid
+
+
+def merge_heads(heads: Tensor) -> Tensor:
+    """[B, H, N, d] -> [B, N, H * d]."""
+    _, count, tokens, channels = heads.shape
+    return heads.permute(0, 2, 1, 3).reshape(-1, tokens, count * channels)
+
+
+def split_heads(tokens: Tensor, heads: int) -> Tensor:
+    """[B, N, H * d] -> [B, H, N, d]."""
+    _, count, channels = tokens.shape
+    return tokens.reshape(-1, count, heads, channels // heads).permute(0, 2, 1, 3)
+
+
+def safe(epsilon: float, dtype: torch.dtype) -> float:
+    """`epsilon`, or the smallest normal number of `dtype` where `epsilon` would round to zero."""
+    return max(epsilon, torch.finfo(dtype).smallest_normal)
+
+
+def score_scale(site: AttentionSite) -> float:
+    """What multiplies the product of the query and key that a form receives at `site`."""
+    if site.core is None:
+        raise ValueError(f"{site.name}: a site without a core has no scale; refuse it first")
+    return site.core.scale
+
+
+def image_grid(site: AttentionSite) -> Grid | None:
+    """The grid that the site's queries and keys both lie on, or None when there is none."""
+    grid = site.grid
+    return grid if grid and grid.tokens == site.n_queries == site.n_keys else None
+
+
+def prefix_queries(site: AttentionSite) -> int:
+    """How many of the site's queries come before the image's grid (class and register tokens)."""
+    return site.grid.prefix if site.grid and site.grid.tokens == site.n_queries else 0

@@ -1,0 +1,67 @@
+"""What every linear form's variant shares: the sites it refuses, exact prefix rows, the local branch, the count."""
+
+from dataclasses import dataclass, replace
+
+from attnrewrite.site import AttentionSite
+from attnrewrite.variants.base import Form, Variant, refuse_unless_plain
+from attnrewrite.variants.layout import image_grid, prefix_queries, score_scale
+from attnrewrite.variants.local import LocalBranch
+from attnrewrite.variants.prefix import ExactPrefix
+
+DROPPABLE = ("constant", "depends-on-query")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearVariant(Variant):
+    """A form of O(N) cost. Subclasses give `form` (the bare form), `form_multiplies` and, where needed, `refuse_form`.
+
+    exact_prefix: class and register tokens keep exact softmax rows, where there are such tokens.
+    local: a depthwise 3x3 branch on the value beside the form.
+    approximate: stand at a site whose scores carry a bias, and leave the bias out.
+    """
+
+    exact_prefix: bool = True
+    local: bool = False
+    approximate: bool = False
+
+    def form(self, site: AttentionSite) -> Form:
+        raise NotImplementedError
+
+    def form_multiplies(self, site: AttentionSite) -> int:
+        """Multiply-adds of the bare form at one window."""
+        raise NotImplementedError
+
+    def refuse_form(self, site: AttentionSite) -> str | None:
+        return None
+
+    def refuse(self, site: AttentionSite) -> str | None:
+        plain = replace(site, bias="none") if self.approximate and site.bias in DROPPABLE else site
+        if reason := refuse_unless_plain(plain):
+            return reason
+        if plain.bias == "input":
+            return "its scores carry a mask or bias that is an input of the model"
+        if plain.bias == "constant":
+            return "adds a constant bias to its scores; approximate=true leaves it out"
+        if self.local and image_grid(site) is None:
+            return "local=true needs tokens that are known to be an image grid"
+        return self.refuse_form(site)
+
+    def note(self, site: AttentionSite) -> str | None:
+        return f"the {site.bias} bias on the scores is left out" if site.bias != "none" else None
+
+    def build(self, site: AttentionSite) -> Form:
+        form = self.form(site)
+        grid = image_grid(site)
+        if self.local and grid:
+            form = LocalBranch(form, grid, site.heads, site.value_dim, score_scale(site))
+        if prefix := self._exact_rows(site):
+            form = ExactPrefix(form, prefix, score_scale(site))
+        return form
+
+    def multiplies(self, site: AttentionSite) -> int:
+        exact = self._exact_rows(site) * site.n_keys * (site.head_dim + site.value_dim)
+        near = 9 * site.n_queries * site.value_dim if self.local else 0
+        return site.windows * (self.form_multiplies(site) + site.heads * (exact + near))
+
+    def _exact_rows(self, site: AttentionSite) -> int:
+        return prefix_queries(site) if self.exact_prefix else 0

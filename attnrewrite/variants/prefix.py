@@ -1,0 +1,34 @@
+"""Exact rows for the few queries that are not image tokens: class and register tokens keep softmax at O(N) each."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from attnrewrite.variants.base import Form, Heads, Variant
+from attnrewrite.variants.softmax import softmax_attention
+
+
+class ExactPrefix(Form):
+    """`form`, with the first `prefix` rows of its output replaced by exact softmax attention, bias included."""
+
+    def __init__(self, form: Form, prefix: int, scale: float) -> None:
+        super().__init__()
+        self.form = form
+        self.prefix = prefix
+        self.scale = scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = None if bias is None else bias[..., : self.prefix, :]
+        exact = softmax_attention(query[:, :, : self.prefix], key, value, self.scale, rows)
+        rest = self.form(query, key, value, bias)[:, :, self.prefix :]
+        return torch.cat([exact, rest], dim=2)
+
+    def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
+        self.form.refine(activations)
+
+    def resolve(self, variant: Variant) -> Variant:
+        return self.form.resolve(variant)
+
+    def deploy(self) -> Form:
+        return ExactPrefix(self.form.deploy(), self.prefix, self.scale)

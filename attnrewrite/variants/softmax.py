@@ -1,0 +1,69 @@
+"""Softmax attention itself: what `identity` re-emits, what forms are fitted to, and what exact rows keep."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnrewrite.site import AttentionSite
+from attnrewrite.variants.base import Form, Heads, Variant
+from attnrewrite.variants.layout import score_scale
+
+
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+    """softmax(scale * query key^T + bias) value: [B, H, N, d], [B, H, M, d], [B, H, M, e] -> [B, H, N, e].
+
+    The scale is folded into the query: importers of SDPA drop or decompose an explicit one.
+    """
+    query = query * (scale * math.sqrt(query.shape[3]))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+
+
+def with_outputs(batches: Iterable[Heads], scale: float) -> Iterator[tuple[Heads, Tensor]]:
+    """Each batch beside what softmax attention makes of it: the pairs that a form is fitted to."""
+    for heads in batches:
+        yield heads, softmax_attention(*heads[:3], scale, heads.bias)
+
+
+class SoftmaxForm(Form):
+    """The exact form; a causal site gets its mask back."""
+
+    def __init__(self, scale: float, causal: bool = False) -> None:
+        super().__init__()
+        self.scale = scale
+        self.causal = causal
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.causal:
+            later = torch.full((query.shape[2], key.shape[2]), -math.inf, dtype=query.dtype, device=query.device)
+            later = later.triu(1)
+            bias = later if bias is None else bias + later
+        return softmax_attention(query, key, value, self.scale, bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Softmax(Variant):
+    """Scaled dot-product attention (Vaswani et al. 2017, equation 1), with any bias and over either axis."""
+
+    name = "softmax"
+    summary = "the original attention, re-emitted: the identity rewrite, and a candidate at every site"
+    source = "Vaswani et al. 2017, Attention Is All You Need, equation 1"
+
+    def refuse(self, site: AttentionSite) -> str | None:
+        if site.talking_heads:
+            return "mixes the heads' scores or probabilities"
+        if site.probs_escape:
+            return "its probabilities are used elsewhere in the model"
+        if site.core is None:
+            return "its query, key and value could not be told apart in the graph"
+        return None
+
+    def build(self, site: AttentionSite) -> Form:
+        return SoftmaxForm(score_scale(site), site.causal)
+
+    def multiplies(self, site: AttentionSite) -> int:
+        per_head = site.n_queries * site.n_keys * (site.head_dim + site.value_dim)
+        return site.windows * site.heads * per_head
