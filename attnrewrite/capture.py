@@ -1,0 +1,95 @@
+"""From a model to the graph that is matched and rewritten: torch.export, functionalised, batch left open where possible."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+
+from attnrewrite.errors import InputError
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as a graph. `fixed_batch` is None when the batch size is open, else the only one that it takes."""
+
+    name: str
+    module: GraphModule
+    example_inputs: tuple[Tensor, ...]
+    fixed_batch: int | None
+    note: str | None = None
+
+
+def _decompositions() -> dict:
+    """einsum is spelled as the matrix product it is; everything else stays as written."""
+    einsum = torch.ops.aten.einsum.default
+    return {einsum: lambda *args, **kwargs: einsum.decompose(*args, **kwargs)}
+
+
+def _doubled(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Inputs with a batch of at least two: a batch of one would be baked into the graph."""
+    return tuple(t.expand(2, *t.shape[1:]).clone() if t.dim() and t.shape[0] == 1 else t for t in inputs)
+
+
+def open_batch(inputs: tuple[Tensor, ...]) -> tuple[dict[int, object], ...]:
+    return tuple({0: Dim.AUTO} if tensor.dim() else {} for tensor in inputs)
+
+
+def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgram, str | None]:
+    """Export with an open batch where torch can, else with the batch of `inputs`; and why not, in one line.
+
+    Raises:
+        InputError: torch.export cannot capture the module at all.
+    """
+    doubled = _doubled(inputs)
+    with torch.no_grad():
+        try:
+            return torch.export.export(module, doubled, dynamic_shapes=open_batch(doubled)), None
+        except Exception as open_error:  # torch.export raises many kinds
+            try:
+                program = torch.export.export(module, inputs)
+            except Exception as error:
+                raise InputError(
+                    f"{type(module).__name__} cannot be captured by torch.export: {_first_line(error)}; "
+                    "give a model whose forward takes tensors and has no data-dependent Python control flow"
+                ) from error
+            return program, _first_line(open_error)
+
+
+def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple[Tensor, ...]) -> Captured:
+    """The functional graph of a model in evaluation mode, its parameters as attributes.
+
+    Raises:
+        InputError: the model cannot be exported, or does not run on `example_inputs`.
+    """
+    note = None
+    if isinstance(model, ExportedProgram):
+        program = model
+    else:
+        program, note = export(model.eval(), example_inputs)
+    with torch.no_grad():
+        program = program.run_decompositions(_decompositions())
+    module = program.module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    _remove_assertions(module)
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)]
+    is_open = any(not isinstance(size, int) for tensor in inputs for size in tensor.shape)
+    fixed = None if is_open else (int(inputs[0].shape[0]) if inputs and inputs[0].dim() else 1)
+    if fixed is not None and note is None:
+        note = "the exported program has a fixed batch size"
+    return Captured(name, module, example_inputs, fixed, note)
+
+
+def _remove_assertions(module: GraphModule) -> None:
+    """Drop the metadata assertions that export leaves between the operations: they compute nothing."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and str(node.target).startswith("aten._assert") and not node.users:
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

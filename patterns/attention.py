@@ -1,0 +1,166 @@
+"""The matcher: every softmax, SDPA or attention op ends as an AttentionSite or as a NearMiss with a reason."""
+
+import numpy as np
+
+from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.patterns.grid import find_grid
+from attnrewrite.patterns.heads import Fold, Side, crosses_layout, fold_lead, operand
+from attnrewrite.patterns.projections import trace_output, trace_projection
+from attnrewrite.patterns.relations import ancestors, common_scope, is_cross, region, uses_norm, uses_rotation
+from attnrewrite.patterns.scores import Added
+from attnrewrite.patterns.spelling import Spelling, spell_fused, spell_softmax
+from attnrewrite.patterns.trace import Tracer, fold, push
+from attnrewrite.patterns.weights import fingerprint
+from attnrewrite.site import Anchor, AttentionSite, Bias, Core, NearMiss, Operand, Projection, Scan, Term
+
+
+def scan(graph: GraphView, model: str) -> Scan:
+    """Every attention of a graph, in graph order: a site or a near miss for each softmax and attention operator."""
+    strict = Tracer(graph)
+    layout = Tracer(graph, lambda operation: crosses_layout(graph, operation))
+    sites: list[AttentionSite] = []
+    misses: list[NearMiss] = []
+    for value in graph.values:
+        operation = graph.operation(value)
+        if operation.kind not in ("softmax", "sdpa"):
+            continue
+        spelling = spell_fused(graph, operation) if operation.kind == "sdpa" else spell_softmax(graph, operation)
+        result = spelling if isinstance(spelling, NearMiss) else _site(graph, strict, layout, spelling, len(sites))
+        if isinstance(result, NearMiss):
+            misses.append(result)
+        else:
+            sites.append(result)
+    return Scan(model, graph.frontend, tuple(sites), tuple(misses))
+
+
+def _site(graph: GraphView, strict: Tracer, layout: Tracer, found: Spelling, number: int) -> AttentionSite | NearMiss:
+    folded = fold_lead(graph, layout, found.query, found.key, found.value)
+    if isinstance(folded, str):
+        return NearMiss(found.anchor.kind, found.anchor.value, "unfolded-heads", f"{folded} at {found.anchor.value}", (found.anchor.value,))
+    query, key, value = (
+        trace_projection(graph, strict, layout, side, folded) for side in (found.query, found.key, found.value)
+    )
+    output = trace_output(graph, found.output, folded)
+    n_queries, head_dim = found.query.lines(np.empty(graph.shape(found.query.value), np.int8)).shape[1:]
+    n_keys, value_dim = found.value.lines(np.empty(graph.shape(found.value.value), np.int8)).shape[1:]
+    core = _core(graph, found, folded)
+    windows = _windows(graph, folded)
+    traced_query = query if isinstance(query, Projection) else None
+    is_token = folded.axis == "token"
+    return AttentionSite(
+        id=f"site{number}",
+        name=common_scope(graph, (found.anchor.value, found.output.value)) or found.anchor.value,
+        frontend=graph.frontend,
+        anchor=_anchor(found.anchor),
+        kind="cross" if is_cross(graph, *(_tokens_behind(graph, layout, side) for side in (found.query, found.key))) else "self",
+        axis="token" if is_token else "channel",
+        heads=folded.heads,
+        kv_heads=folded.kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        n_queries=n_queries,
+        n_keys=n_keys,
+        windows=windows,
+        scale=_total_scale(strict, found),
+        bias=_bias(graph, found),
+        core=core if isinstance(core, Core) else None,
+        query=query,
+        key=key,
+        value=value,
+        output=output,
+        core_reason=core if isinstance(core, str) else None,
+        grid=find_grid(graph, strict, traced_query, n_queries, windows) if is_token and n_queries == n_keys else None,
+        causal=found.causal,
+        qk_norm=uses_norm(graph, layout, found.query.value) or uses_norm(graph, layout, found.key.value),
+        rope=uses_rotation(graph, layout, found.query.value) or uses_rotation(graph, layout, found.key.value),
+        talking_heads=found.talking_heads,
+        probs_escape=found.escape,
+        fingerprint=fingerprint(graph, (query, key, value, output)),
+        nodes=region(graph, (found.query.value, found.key.value, found.value.value), found.output.value),
+    )
+
+
+def _anchor(operation: Operation) -> Anchor:
+    return "sdpa" if operation.kind == "sdpa" else "softmax"
+
+
+def _windows(graph: GraphView, folded: Fold) -> int:
+    inputs = [graph.shape(value) for value in graph.values if graph.operation(value).kind == "input"]
+    batch = inputs[0][0] if inputs and inputs[0] else 1
+    return max(folded.batch // batch, 1)
+
+
+def _tokens_behind(graph: GraphView, layout: Tracer, side: Side) -> str:
+    """The tokens that an operand is projected from."""
+    if graph.is_constant(side.value):
+        return side.value
+    operation = graph.operation(layout.trace(side.value).sources[-1])
+    return operation.inputs[0] if operation.kind in ("linear", "conv") else operation.value
+
+
+def _total_scale(strict: Tracer, found: Spelling) -> float | None:
+    if found.scores.temperature is not None:
+        return None
+    return found.scores.scale * strict.trace(found.query.value).factor * strict.trace(found.key.value).factor
+
+
+def _bias(graph: GraphView, found: Spelling) -> Bias:
+    operands = [term.operand for term in found.scores.terms] + ([found.mask] if found.mask else [])
+    live = [operand for operand in operands if not graph.is_constant(operand)]
+    if not operands:
+        return "none"
+    if not live:
+        return "constant"
+    made_from = ancestors(graph, found.query.value, frozenset({"linear", "conv", "matmul", "norm"}))
+    nearest = {value for value in made_from if graph.operation(value).kind != "input"}
+    return "depends-on-query" if any(nearest & set(ancestors(graph, operand)) for operand in live) else "input"
+
+
+def _core(graph: GraphView, found: Spelling, folded: Fold) -> Core | str:
+    """The site's core as graph tensors, or why it cannot be written down."""
+    if found.obstacles:
+        return found.obstacles[0]
+    if found.talking_heads:
+        return "scores or probabilities are mixed across heads"
+    if found.causal:
+        return "its mask is causal"
+    operands = [operand(graph, side, folded) for side in (found.query, found.key, found.value, found.output)]
+    query, key, value, output = operands
+    if query is None or key is None or value is None or output is None:
+        return "an operand's axes do not fold into batch, heads, tokens and channels"
+    joined = [_joined(graph, found, folded, added) for added in found.scores.terms]
+    if found.mask:
+        joined.append(_fused_mask(graph, found, folded))
+    temperature = _joined(graph, found, folded, found.scores.temperature) if found.scores.temperature else None
+    if any(term is None for term in joined) or (found.scores.temperature and temperature is None):
+        return "a tensor that joins the scores does not fold into batch, heads, queries and keys"
+    return Core(
+        query, key, value, output, found.scores.scale,
+        temperature.operand if temperature else None, tuple(term for term in joined if term),
+    )  # fmt: skip
+
+
+def _joined(graph: GraphView, found: Spelling, folded: Fold, added: Added) -> Term | None:
+    """A tensor that meets the scores at `added.value`, with the layout of the scores there."""
+    path = found.scores.path
+    index = push(graph, found.scores.product, path[: path.index(added.value) + 1])
+    shape = graph.shape(found.scores.product)
+    place = np.full(int(np.prod(shape, dtype=int)), -1, np.int64)
+    place[index.reshape(-1)] = np.arange(index.size)
+    numbers = Side(found.scores.product, found.keys_are_rows, shape[:-2]).numbers(graph)
+    position = place[numbers[folded.lead]]
+    if (position < 0).any():
+        return None
+    layout = fold(position, index.shape, graph.batch_axes(added.value))
+    return Term(Operand(added.operand, layout), added.factor) if layout else None
+
+
+def _fused_mask(graph: GraphView, found: Spelling, folded: Fold) -> Term | None:
+    assert found.mask is not None
+    lead = graph.shape(found.anchor.value)[:-2]
+    n_queries, n_keys = graph.shape(found.query.value)[-2], graph.shape(found.key.value)[-2]
+    shape = (*lead, n_queries, n_keys)
+    numbers = np.arange(np.prod(shape, dtype=int)).reshape(-1, n_queries, n_keys)
+    axes = frozenset(axis for axis in graph.batch_axes(found.anchor.value) if axis < len(lead))
+    layout = fold(numbers[folded.lead], shape, axes)
+    return Term(Operand(found.mask, layout)) if layout else None

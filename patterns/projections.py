@@ -1,0 +1,162 @@
+"""From the operands of a site back to the parameters that make them, and forward to the map that reads its output."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from attnrewrite.patterns.graph import GraphView, Operation, parameters_of
+from attnrewrite.patterns.heads import Fold, Side, coordinates
+from attnrewrite.patterns.trace import Provenance, Tracer, constant_factor, fold, push
+from attnrewrite.site import Normalization, Operand, OutputProjection, Projection, Untraced
+
+
+def is_map(graph: GraphView, operation: Operation) -> bool:
+    """A linear map or pointwise convolution whose weights depend on parameters alone."""
+    if operation.kind == "linear":
+        return len(operation.inputs) > 1 and all(graph.is_constant(weight) for weight in operation.inputs[1:])
+    if operation.kind == "conv" and operation.attributes["pointwise"]:
+        return all(graph.is_constant(weight) for weight in operation.inputs[1:])
+    return False
+
+
+def trace_projection(graph: GraphView, strict: Tracer, layout: Tracer, side: Side, folded: Fold) -> Projection | Untraced:
+    """The projection that makes one operand, directly or through normalisation and rotation."""
+    if graph.is_constant(side.value):
+        return Untraced("constant", "it is a learned constant, not a projection of tokens")
+    exact = strict.trace(side.value)
+    direct = _from_map(graph, strict, side, folded, exact)
+    if isinstance(direct, Projection):
+        return direct
+    loose = _from_map(graph, strict, side, folded, layout.trace(side.value))
+    if isinstance(loose, Projection):
+        return replace(loose, direct=False, factor=1.0)
+    return direct if exact.source is None else loose
+
+
+def _from_map(graph: GraphView, strict: Tracer, side: Side, folded: Fold, origin: Provenance) -> Projection | Untraced:
+    if len(origin.sources) > 1:
+        return Untraced("several-sources", f"it is put together from {len(origin.sources)} tensors")
+    source = origin.source
+    if source is None:
+        return Untraced("padded", "it is padded between its projection and the product")
+    normalization, index = None, origin.index
+    operation = graph.operation(source)
+    if operation.kind == "norm" and operation.attributes["style"] == "batch":
+        before = strict.trace(operation.inputs[0])
+        if before.source is None:
+            return Untraced("several-sources", "its BatchNorm reads several tensors")
+        normalization = _batch_norm(operation)
+        index = before.index.reshape(-1)[index]
+        source, operation = before.source, graph.operation(before.source)
+    if not is_map(graph, operation):
+        return Untraced("no-projection", f"it comes from {operation.name}, not from a linear map of parameters")
+    channel, token = coordinates(graph, Provenance((source,), (0,), index, 1.0, ()))
+    channels = side.lines(channel)[folded.lead]
+    tokens = side.lines(token)[folded.lead]
+    if folded.axis == "channel":
+        channels, tokens = np.swapaxes(channels, 2, 3), np.swapaxes(tokens, 2, 3)
+    rows = channels[0, :, 0, :]
+    if (channels != rows[None, :, None, :]).any():
+        return Untraced("mixed-channels", "different tokens read different channels of its projection")
+    place = tokens[:, 0, :, 0]
+    if (tokens != place[:, None, :, None]).any():
+        return Untraced("mixed-tokens", "different channels read different tokens of its projection")
+    if place.shape[0] > 1 and (place == place[:1]).all():
+        place = place[:1]
+    read = _input_operand(graph, operation, place)
+    return Projection(
+        input=read,
+        weight=operation.inputs[1],
+        bias=operation.inputs[2] if len(operation.inputs) > 2 else None,
+        rows=tuple(int(row) for row in rows.reshape(-1)),
+        parameters=tuple(p for weight in operation.inputs[1:] for p in parameters_of(graph, weight)),
+        transposed=bool(operation.attributes.get("transposed", False)),
+        normalization=normalization,
+        factor=origin.factor,
+        direct=read is not None,
+    )
+
+
+def _batch_norm(operation: Operation) -> Normalization:
+    _, weight, bias, mean, variance = operation.inputs[:5]
+    return Normalization(weight, bias, mean, variance, float(operation.attributes["epsilon"]))  # type: ignore[arg-type]
+
+
+def _input_operand(graph: GraphView, operation: Operation, place: np.ndarray) -> Operand | None:
+    """What a map reads, as [batch, 1, tokens, channels]; `place` [batch, tokens] numbers its positions."""
+    return _positions_as_operand(graph, operation, operation.inputs[0], place)
+
+
+def _positions_as_operand(graph: GraphView, operation: Operation, value: str, place: np.ndarray) -> Operand | None:
+    shape = graph.shape(value)
+    if operation.kind == "conv":
+        channels, inner = shape[1], int(np.prod(shape[2:], dtype=int))
+        base, step = place // inner * channels * inner + place % inner, inner
+    else:
+        channels, base, step = shape[-1], place * shape[-1], 1
+    position = base[:, None, :, None] + (np.arange(channels) * step)[None, None, None, :]
+    layout = fold(position, shape, graph.batch_axes(value))
+    return Operand(value, layout) if layout else None
+
+
+@dataclass(frozen=True)
+class _Reached:
+    operation: Operation
+    path: tuple[str, ...]
+
+
+def trace_output(graph: GraphView, output: Side, folded: Fold) -> OutputProjection | Untraced:
+    """The map that reads the heads' outputs, when nothing but data movement lies between."""
+    reached = _follow(graph, output.value)
+    if isinstance(reached, Untraced):
+        return reached
+    operation, path = reached.operation, reached.path
+    numbers = output.numbers(graph)[folded.lead]
+    index = push(graph, output.value, path)
+    if (index < 0).any() or index.size != numbers.size:
+        return Untraced("partial-output", "the map after it reads only part of its output, or padding")
+    if folded.axis == "channel":
+        numbers = np.swapaxes(numbers, 2, 3)
+    canonical = np.empty(numbers.size, np.int64)
+    canonical[numbers.reshape(-1)] = np.arange(numbers.size)
+    batch, heads, tokens, width = numbers.shape
+    read = canonical[index]
+    if operation.kind == "conv":
+        read = np.moveaxis(read, 1, -1)
+    read = read.reshape(-1, read.shape[-1])
+    channel = read // (tokens * width) % heads * width + read % width
+    place = read // (heads * tokens * width) * tokens + read // width % tokens
+    if (channel != channel[:1]).any() or (place != place[:, :1]).any() or channel.shape[1] != heads * width:
+        return Untraced("mixed-output", "the map after it does not read one token's heads at a time")
+    columns = np.empty(heads * width, np.int64)
+    columns[channel[0]] = np.arange(heads * width)
+    order = np.empty(batch * tokens, np.int64)
+    order[place[:, 0]] = np.arange(batch * tokens)
+    written = _positions_as_operand(graph, operation, operation.value, order.reshape(batch, tokens))
+    if written is None:
+        return Untraced("moved-output", "its tokens are moved in a way that no single reshape gives")
+    return OutputProjection(
+        output=written,
+        weight=operation.inputs[1],
+        bias=operation.inputs[2] if len(operation.inputs) > 2 else None,
+        columns=tuple(int(c) for c in columns),
+        parameters=tuple(p for weight in operation.inputs[1:] for p in parameters_of(graph, weight)),
+        transposed=bool(operation.attributes.get("transposed", False)),
+    )
+
+
+def _follow(graph: GraphView, value: str) -> _Reached | Untraced:
+    path: list[str] = []
+    while True:
+        users = graph.users(value)
+        if len(users) != 1:
+            return Untraced("read-twice", f"its output is read by {len(users)} operations")
+        operation = graph.operation(users[0])
+        if is_map(graph, operation) and operation.inputs[0] == value:
+            return _Reached(operation, tuple(path))
+        factor = constant_factor(graph, operation)
+        moved = operation.kind == "move" and len(operation.inputs) == 1
+        if not moved and not (factor is not None and factor.factor == 1.0):
+            return Untraced("no-output-map", f"its output passes through {operation.name} before any linear map")
+        value = operation.value
+        path.append(value)

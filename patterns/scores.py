@@ -1,0 +1,218 @@
+"""The two halves of a softmax: back to the product that makes the scores, forward to the product with the values."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.patterns.trace import constant_factor, push
+
+
+@dataclass(frozen=True)
+class Added:
+    """A tensor `operand` that joins the scores at `value`, times `factor` by the time the softmax sees it."""
+
+    value: str
+    operand: str
+    factor: float
+
+
+@dataclass(frozen=True)
+class ScorePath:
+    """From the product that makes the scores to the softmax's input: `path` in forward order, product excluded.
+
+    `obstacles` say what else happens to the scores; with any of them the core cannot be written down again.
+    `certainty` is 2 where both operands of the product depend on the input, 1 where one is a learned constant.
+    """
+
+    product: str
+    certainty: int
+    path: tuple[str, ...] = ()
+    scale: float = 1.0
+    temperature: Added | None = None
+    terms: tuple[Added, ...] = ()
+    talking_heads: bool = False
+    obstacles: tuple[str, ...] = ()
+
+    def scaled(self, factor: float) -> "ScorePath":
+        terms = tuple(replace(term, factor=term.factor * factor) for term in self.terms)
+        return replace(self, scale=self.scale * factor, terms=terms)
+
+
+@dataclass(frozen=True)
+class NoProduct:
+    """Why walking back from a softmax found no product of queries and keys."""
+
+    stopped_at: Operation
+
+
+def walk_back(graph: GraphView, value: str, depth: int = 64) -> ScorePath | NoProduct:
+    """The best path from `value` back to a product, through movement, elementwise maps and the mixing of heads."""
+    operation = graph.operation(value)
+    if depth == 0 or graph.is_constant(value):
+        return NoProduct(operation)
+    if operation.kind == "matmul":
+        return _at_product(graph, operation, depth)
+    if operation.kind == "move":
+        return _through_movement(graph, operation, depth)
+    if operation.kind == "map":
+        return _through_map(graph, operation, depth)
+    if mixes_channels(graph, operation):
+        inner = walk_back(graph, operation.inputs[0], depth - 1)
+        if isinstance(inner, ScorePath) and inner.certainty == 2:
+            return replace(inner, path=(*inner.path, value), talking_heads=True)
+    return NoProduct(operation)
+
+
+def mixes_channels(graph: GraphView, operation: Operation) -> bool:
+    """A learned map that keeps the shape: what mixing the scores or probabilities of heads looks like."""
+    if operation.kind == "linear" or (operation.kind == "conv" and operation.attributes["pointwise"]):
+        return graph.shape(operation.value) == graph.shape(operation.inputs[0])
+    return False
+
+
+def _at_product(graph: GraphView, operation: Operation, depth: int) -> ScorePath | NoProduct:
+    live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
+    if len(live) == 2:
+        return ScorePath(operation.value, certainty=2)
+    (operand,) = live
+    if graph.shape(operand) == graph.shape(operation.value):  # a constant matrix may mix the heads of real scores
+        inner = walk_back(graph, operand, depth - 1)
+        if isinstance(inner, ScorePath) and inner.certainty == 2:
+            return replace(inner, path=(*inner.path, operation.value), talking_heads=True)
+    return ScorePath(operation.value, certainty=1)
+
+
+def _best(graph: GraphView, operands: tuple[str, ...], depth: int) -> tuple[str, ScorePath] | NoProduct:
+    """The operand that leads to the most certain product."""
+    best: tuple[str, ScorePath] | None = None
+    stopped: NoProduct | None = None
+    for operand in dict.fromkeys(operands):
+        result = walk_back(graph, operand, depth - 1)
+        if isinstance(result, NoProduct):
+            stopped = stopped or (None if graph.is_constant(operand) else result)
+        elif best is None or result.certainty > best[1].certainty:
+            best = operand, result
+    return best or stopped or NoProduct(graph.operation(operands[0]))
+
+
+def _through_movement(graph: GraphView, operation: Operation, depth: int) -> ScorePath | NoProduct:
+    found = _best(graph, operation.inputs, depth)
+    if isinstance(found, NoProduct):
+        return found
+    operand, inner = found
+    others = [other for other in operation.inputs if other != operand]
+    live = [other for other in others if not graph.is_constant(other)]
+    joined = operation.name in ("cat", "concat", "stack") and others
+    obstacles = (f"scores are joined with others by {operation.name}",) if live or joined else ()
+    return replace(inner, path=(*inner.path, operation.value), obstacles=(*inner.obstacles, *obstacles))
+
+
+def _through_map(graph: GraphView, operation: Operation, depth: int) -> ScorePath | NoProduct:
+    factor = constant_factor(graph, operation)
+    if factor is not None:
+        inner = walk_back(graph, factor.operand, depth - 1)
+        return replace(inner.scaled(factor.factor), path=(*inner.path, operation.value)) if isinstance(inner, ScorePath) else inner
+    found = _best(graph, operation.inputs, depth)
+    if isinstance(found, NoProduct):
+        return found
+    operand, inner = found
+    inner = replace(inner, path=(*inner.path, operation.value))
+    others = [other for other in operation.inputs if other != operand]
+    if operation.name in ("add", "sub") and len(others) == 1 and "scalar" not in operation.attributes:
+        if operation.name == "sub" and _is_maximum_of(graph, others[0], operand):
+            return inner  # softmax does not change when its input's maximum is taken away
+        sign = -1.0 if operation.name == "sub" and operation.inputs[0] == operand else 1.0
+        inner = inner.scaled(-1.0) if operation.name == "sub" and operation.inputs[0] != operand else inner
+        return replace(inner, terms=(*inner.terms, Added(operation.value, others[0], sign)))
+    if operation.name == "mul" and len(others) == 1 and not inner.terms and inner.temperature is None:
+        return replace(inner, temperature=Added(operation.value, others[0], 1.0))
+    if operation.name in ("add", "sub") and "scalar" in operation.attributes:
+        return inner if operation.name == "add" or operation.attributes["position"] == 1 else inner.scaled(-1.0)
+    return replace(inner, obstacles=(*inner.obstacles, f"scores pass through {operation.name}"))
+
+
+def _is_maximum_of(graph: GraphView, value: str, scores: str) -> bool:
+    operation = graph.operation(value)
+    while operation.kind == "move" and len(operation.inputs) == 1:
+        operation = graph.operation(operation.inputs[0])
+    return operation.kind == "reduce" and operation.name in ("amax", "max") and operation.inputs[0] == scores
+
+
+@dataclass(frozen=True)
+class ValuePath:
+    """From a softmax to the product with the values: `path` in forward order, product excluded; its other operand."""
+
+    product: str
+    probabilities: str
+    values: str
+    path: tuple[str, ...]
+    talking_heads: bool
+    obstacles: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Probabilities:
+    """What becomes of the probabilities: the products that read them, and whether anything else does."""
+
+    products: tuple[ValuePath, ...]
+    escape: bool
+
+
+def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
+    """Every product that reads the probabilities, through movement, elementwise maps and the mixing of heads."""
+    size = int(np.prod(graph.shape(softmax), dtype=int))
+    products: list[ValuePath] = []
+    escape = False
+    pending: list[tuple[str, tuple[str, ...], bool, tuple[str, ...]]] = [(softmax, (), False, ())]
+    seen = {softmax}
+    while pending:
+        value, path, talking, obstacles = pending.pop()
+        for user in graph.users(value):
+            operation = graph.operation(user)
+            step = (*path, user)
+            if operation.kind == "matmul":
+                others = [operand for operand in operation.inputs if operand != value]
+                if not others or graph.is_constant(others[0]):
+                    if others and graph.shape(user) == graph.shape(value) and user not in seen:
+                        seen.add(user)
+                        pending.append((user, step, True, obstacles))
+                    else:
+                        escape = True
+                else:
+                    products.append(ValuePath(user, value, others[0], path, talking, obstacles))
+            elif user in seen:
+                continue
+            elif operation.kind == "move" and (len(operation.inputs) == 1 or operation.name == "index"):
+                seen.add(user)
+                pending.append((user, step, talking, obstacles))
+            elif operation.kind == "map" and int(np.prod(graph.shape(user), dtype=int)) == size:
+                seen.add(user)
+                harmless = constant_factor(graph, operation)
+                plain = harmless is not None and harmless.factor == 1.0
+                why = () if plain else (f"probabilities pass through {operation.name}",)
+                pending.append((user, step, talking, (*obstacles, *why)))
+            elif mixes_channels(graph, operation) or (operation.kind == "norm" and graph.shape(user) == graph.shape(value)):
+                seen.add(user)
+                why = () if operation.kind != "norm" else ("probabilities pass through a normalisation",)
+                pending.append((user, step, True, (*obstacles, *why)))
+            else:
+                escape = True
+    return Probabilities(tuple(products), escape)
+
+
+def varying_axis(graph: GraphView, product: str, path: tuple[str, ...], axis: int) -> str:
+    """Which axis of `product` runs along `axis` at the end of `path`: "row", "column", "lead" or "mixed"."""
+    index = push(graph, product, path)
+    shape = graph.shape(product)
+    line = np.moveaxis(index, axis, -1).reshape(-1, index.shape[axis])
+    line = line[(line >= 0).all(axis=1)]
+    if not len(line):
+        return "mixed"
+    if len(line[0]) == 1:  # nothing varies along an axis of one element: it is the product's axis of length one
+        single = [name for name, size in (("column", shape[-1]), ("row", shape[-2])) if size == 1]
+        return single[0] if single else "lead"
+    columns, rows = line[0] % shape[-1], line[0] // shape[-1] % shape[-2]
+    leads = line[0] // (shape[-1] * shape[-2])
+    moving = [name for name, part in (("column", columns), ("row", rows), ("lead", leads)) if len(np.unique(part)) > 1]
+    return moving[0] if len(moving) == 1 else "mixed"
