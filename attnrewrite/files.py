@@ -1,0 +1,83 @@
+"""Output folders that appear whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from attnrewrite.errors import InputError
+
+
+def check_free(out: Path, *, force: bool) -> None:
+    """Raise InputError unless `out` can be made (or, with `force`, replaced). Nothing is written."""
+    out = Path(out).expanduser().absolute()
+    if os.path.lexists(out):
+        if not force:
+            raise InputError(f"{out} exists: choose another output folder, or replace it with --force")
+        if out == Path.home() or Path.cwd().is_relative_to(out):
+            raise InputError(f"{out} holds the folder you work in and is not replaced: choose another output folder")
+    parent = _nearest_existing(out.parent)
+    if not parent.is_dir():
+        raise InputError(f"cannot write {out}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write {out}: no permission in {parent}")
+
+
+@contextmanager
+def staged(out: Path, *, force: bool) -> Iterator[Path]:
+    """A temporary folder beside `out` that becomes `out` when the block succeeds, and goes when it fails.
+
+    An existing `out` is refused unless `force`, which replaces it: the old one stays until the new one is whole.
+    Raises InputError where `out` cannot be written.
+    """
+    out = Path(out).expanduser().absolute()
+    check_free(out, force=force)
+    stage = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    kept = _nearest_existing(out.parent)
+    try:
+        try:
+            stage.mkdir(parents=True)
+        except OSError as error:
+            raise InputError(f"cannot write {out}: {error.strerror}") from error
+        yield stage
+        _replace(stage, out, force=force)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        _prune(out.parent, kept)
+        raise
+
+
+def _replace(stage: Path, out: Path, *, force: bool) -> None:
+    check_free(out, force=force)
+    old = stage.with_suffix(".replaced")
+    try:
+        if os.path.lexists(out):
+            out.rename(old)
+        stage.rename(out)
+    except OSError as error:
+        if os.path.lexists(old) and not os.path.lexists(out):
+            old.rename(out)
+        raise InputError(f"cannot write {out}: {error.strerror}") from error
+    if old.is_dir() and not old.is_symlink():
+        shutil.rmtree(old)
+    else:
+        old.unlink(missing_ok=True)
+
+
+def _nearest_existing(folder: Path) -> Path:
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    return folder
+
+
+def _prune(folder: Path, kept: Path) -> None:
+    """Remove the empty folders from `folder` up to, not including, `kept`."""
+    while folder != kept:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return
+        folder = folder.parent

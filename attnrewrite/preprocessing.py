@@ -1,0 +1,91 @@
+"""How a picture becomes a model's input, and how sizes and channel values are written."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnrewrite.errors import InputError
+
+INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "lanczos")
+Size = tuple[int, int, int]  # channels, height, width
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """(x / 255 - mean) / std per channel (a single number serves every channel), for x in 0..255.
+
+    Pictures of another size are resized, keeping their shape, until the model's input is `crop` of them on the side
+    that fits, and cropped at the centre: timm's evaluation transform. `interpolation` is one of INTERPOLATIONS.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop: float = 1.0
+    interpolation: str = "bicubic"
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """[B, C, H, W] in 0..255, any type -> float32 [B, C, H, W]."""
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, pixels.shape[1]):
+                raise InputError(
+                    f"--{name} has {len(values)} numbers and the images {pixels.shape[1]} channels: "
+                    "give one number, or one for each channel"
+                )
+        mean = torch.tensor(self.mean).view(1, -1, 1, 1)
+        std = torch.tensor(self.std).view(1, -1, 1, 1)
+        return (pixels.float() / 255 - mean) / std
+
+
+def override(known: Preprocessing | None, mean: object, std: object) -> Preprocessing | None:
+    """`known` with `mean` and `std` as the user gives them (None: not given); None when there is neither."""
+    if mean is None and std is None:
+        return known
+    if known is None and (mean is None or std is None):
+        given, absent = ("std", "mean") if mean is None else ("mean", "std")
+        raise InputError(
+            f"--{given} without --{absent}: the model has no configuration to take the other from, give both"
+        )
+    return Preprocessing(
+        mean=known.mean if mean is None and known else channel_values("mean", mean),
+        std=known.std if std is None and known else channel_values("std", std),
+        crop=known.crop if known else 1.0,
+        interpolation=known.interpolation if known else "bicubic",
+    )
+
+
+def channel_values(name: str, value: object) -> tuple[float, ...]:
+    """'0.5,0.5,0.5', a number or a sequence of numbers -> a tuple of finite floats; a std is above zero."""
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else (value,)
+    try:
+        values = tuple(float(part) for part in parts)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise InputError(
+            f"--{name} {value!r} is not a number or numbers divided by commas, such as 0.5,0.5,0.5"
+        ) from None
+    if not values or not all(math.isfinite(number) for number in values):
+        raise InputError(f"--{name} {value!r} must hold finite numbers")
+    if name == "std" and min(values) <= 0:
+        raise InputError(f"--std {value!r} divides the images: every number must be above zero")
+    return values
+
+
+def parse_size(size: str | Sequence[int]) -> Size:
+    """'3x224x224', '224' (three channels, square) or (3, 224, 224) -> (channels, height, width)."""
+    if isinstance(size, str):
+        numbers = [int(part) for part in re.split("[x×,]", size)] if re.fullmatch(r"\d+([x×,]\d+)*", size) else []
+    else:
+        numbers = list(size)
+    if len(numbers) == 1:
+        numbers = [3, numbers[0], numbers[0]]
+    if len(numbers) != 3 or min(numbers) < 1:
+        raise InputError(f"input size {size!r} is not CHANNELSxHEIGHTxWIDTH, such as 3x224x224")
+    return numbers[0], numbers[1], numbers[2]
+
+
+def format_size(size: Sequence[int]) -> str:
+    """(3, 224, 224) -> '3x224x224'."""
+    return "x".join(map(str, size))
