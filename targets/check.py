@@ -1,0 +1,48 @@
+"""The check of every artifact: the same input through it and through the module, and how far apart they may be."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnrewrite.errors import CheckFailedError
+
+# The allowed error, relative to the largest value of each output.
+FLOAT32 = 2.0**-23 * 128
+FLOAT16 = 2.0**-10 * 16
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The largest difference between an artifact's outputs and the module's, and the most that was allowed there."""
+
+    max_abs_error: float
+    tolerance: float
+
+
+def agree(subject: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], relative: float) -> Agreement:
+    """Compare outputs. `relative` times the largest value of an output is the error allowed in it.
+
+    CheckFailedError naming `subject` where an output is missing, has another shape, is not finite or is too far off.
+    """
+    if [array.shape for array in found] != [array.shape for array in expected]:
+        raise CheckFailedError(
+            f"{subject}: its outputs have the shapes {[array.shape for array in found]}, "
+            f"the module's have {[array.shape for array in expected]}"
+        )
+    results = [_compare(one, other, relative) for one, other in zip(found, expected, strict=True)]
+    worst = max(results, key=lambda result: result.max_abs_error / result.tolerance)
+    if not worst.max_abs_error <= worst.tolerance:
+        raise CheckFailedError(
+            f"{subject}: its output differs from the module's by {worst.max_abs_error:.3g} on the same input, "
+            f"more than the {worst.tolerance:.3g} that rounding explains"
+        )
+    return worst
+
+
+def _compare(found: np.ndarray, expected: np.ndarray, relative: float) -> Agreement:
+    expected = expected.astype(np.float64)
+    error = np.abs(found.astype(np.float64) - expected).max(initial=0.0)
+    scale = np.abs(expected).max(initial=0.0)
+    # An error that is not a number must not pass for a small one.
+    return Agreement(float(error) if np.isfinite(error) else float("inf"), float(scale * relative) or relative)

@@ -1,0 +1,46 @@
+"""Mobile GPUs: TVM through OpenCL, called from 64-bit Android."""
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from attnrewrite.targets import check, tvm_compat
+from attnrewrite.targets.base import Artifact, Availability, Run, Target
+from attnrewrite.targets.prepare import reference, specialise
+
+NOT_MEASURED = "needs a phone's GPU, and there is none here"
+
+
+class Gpu(Target):
+    """OpenCL kernels and the code that calls them, as object files, beside the kernels' source."""
+
+    name = "gpu"
+    summary = "mobile GPUs: TVM (OpenCL), called from 64-bit Android"
+
+    def availability(self) -> Availability:
+        return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED)
+
+    def lower(
+        self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
+    ) -> Artifact:
+        self.require_build()
+        program = tvm_compat.import_program(specialise(module, example_inputs))
+        executable = tvm_compat.build(program, tvm_compat.profile(self.name))
+        tvm_compat.export_objects(executable, out / "model.tar")
+        (out / "kernels.cl").write_text(tvm_compat.kernel_sources(executable, "opencl"))
+        host = tvm_compat.build(program, tvm_compat.host_profile())
+        found = tvm_compat.bind(host, example_inputs, threads)()
+        agreement = check.agree(f"{name} for {self.name}", found, reference(module, example_inputs), check.FLOAT32)
+        return self.artifact(
+            name,
+            out,
+            agreement,
+            check="same program compiled for this host and run; the OpenCL kernels themselves were not run",
+            schedule=tvm_compat.DEFAULT_SCHEDULE,
+            notes=("object files: link them with the Android NDK",),
+        )
+
+    def runs(
+        self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
+    ) -> tuple[Run, ...]:
+        return (Run("tvm", None, None, None, NOT_MEASURED),)
