@@ -1,0 +1,162 @@
+"""What commands hand back, and how it is shown: results on standard output, everything else on standard error."""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from attnrewrite.evaluate import Evaluation
+    from attnrewrite.site import Scan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A command's result: `data` is what --json prints, `shown` is printed otherwise, `note` goes to standard error."""
+
+    data: dict[str, Any]
+    shown: "RenderableType"
+    exit_code: int = 0
+    note: str | None = None
+
+
+def show(outcome: Outcome, *, as_json: bool) -> None:
+    """Print an outcome on standard output."""
+    if as_json:
+        print(json.dumps(outcome.data, indent=2, allow_nan=False))
+    else:
+        from rich.console import Console
+
+        Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty()).print(outcome.shown)
+    if outcome.note:
+        say(outcome.note)
+
+
+def say(message: str) -> None:
+    """One line on standard error."""
+    print(" ".join(message.split()), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def results_alone() -> Iterator[None]:
+    """Whatever is printed inside, by Python or by a compiler's own code, goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+class Notes(logging.Handler):
+    """attnrewrite's own log messages, as lines on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"note: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def bars() -> Iterator["Bars"]:
+    """Progress on standard error: bars on a terminal, elsewhere a line for each thing that is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield Bars(progress, console)
+
+
+class Bars:
+    """Told (what, done, total); one bar for each `what`."""
+
+    def __init__(self, progress: Any, console: "Console") -> None:
+        self._progress, self._console = progress, console
+        self._tasks: dict[str, Any] = {}
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        self._progress.update(self._tasks[what], completed=done, total=total)
+        if done == total and not self._console.is_terminal:
+            say(f"{what}: {total} of {total}")
+
+
+def table(title: str | None, columns: Mapping[str, str], rows: list[list[str]]) -> "RenderableType":
+    """A plain table; `columns` maps each heading to "left" or "right"."""
+    from rich.table import Table
+    from rich.text import Text
+
+    built = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="bold")
+    for heading, side in columns.items():
+        built.add_column(heading, justify="right" if side == "right" else "left", overflow="fold")
+    for row in rows:
+        built.add_row(*map(Text, row))
+    return built
+
+
+def scan_data(scan: "Scan", supported: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A scan as `explain --json` prints it."""
+    told = ("id", "name", "kind", "axis", "heads", "head_dim", "n_queries", "n_keys", "windowed", "scale", "bias")
+    return {
+        "model": scan.model,
+        "frontend": scan.frontend,
+        "sites": [{key: getattr(site, key) for key in told} | {"supported": dict(supported[site.id])} for site in scan],
+        "near_misses": [{"anchor": m.anchor, "reason": m.reason, "detail": m.detail} for m in scan.near_misses],
+    }
+
+
+def scan_table(scan: "Scan", supported: Mapping[str, Mapping[str, Any]]) -> "RenderableType":
+    """One line for each site, with the variants that can stand there, and one for each near miss."""
+    from rich.console import Group
+
+    sites = [
+        [
+            site.id,
+            site.name,
+            site.kind + (", windowed" if site.windowed else "") + (", channels" if site.axis == "channel" else ""),
+            str(site.heads),
+            f"{site.n_queries}x{site.n_keys}",
+            str(site.head_dim),
+            site.bias,
+            _supported(supported[site.id]),
+        ]
+        for site in scan
+    ]
+    columns = dict.fromkeys(("id", "name", "kind", "heads", "tokens", "head dim", "bias", "variants"), "left")
+    misses = [[miss.name, miss.anchor, miss.reason, miss.detail] for miss in scan.near_misses]
+    parts = [table(f"{scan.model}: {len(scan)} attention sites", columns, sites)]
+    if misses:
+        columns = dict.fromkeys(("name", "anchor", "reason", "detail"), "left")
+        parts.append(table(f"\n{len(misses)} near misses", columns, misses))
+    return Group(*parts)
+
+
+def _supported(variants: Mapping[str, Any]) -> str:
+    """'l1, relu-linear; not mobile (why)'."""
+    able = ", ".join(name for name, reason in variants.items() if reason is True) or "none"
+    return "; ".join([able, *(f"not {name} ({reason})" for name, reason in variants.items() if reason is not True)])
+
+
+def evaluation_table(evaluations: Mapping[str, "Evaluation"]) -> "RenderableType":
+    columns = {"model": "left", "images": "right", "top-1": "right", "agreement": "right", "logit MSE": "right"}
+    rows = [
+        [
+            name,
+            str(each.n),
+            "no labels" if each.top1 is None else f"{each.top1:.2f} %",
+            "" if each.agreement is None else f"{each.agreement:.2f} %",
+            "" if each.logit_mse is None else f"{each.logit_mse:.3g}",
+        ]
+        for name, each in evaluations.items()
+    ]
+    return table(None, columns, rows)
