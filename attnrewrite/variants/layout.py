@@ -1,5 +1,7 @@
 """How forms view tensors, and the small numerics they share."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,13 @@ def safe(epsilon: float, dtype: torch.dtype) -> float:
     return max(epsilon, torch.finfo(dtype).smallest_normal)
 
 
+def unit(x: Tensor, axis: int) -> Tensor:
+    """`x` of l2 norm one along `axis`. Means, not sums, of squares: half precision has no room for the sums."""
+    size = x.shape[axis]
+    mean = x.square().mean(axis, keepdim=True).clamp(min=safe(1e-24 / size, x.dtype))
+    return x / mean.sqrt() * size**-0.5
+
+
 def score_scale(site: AttentionSite) -> float:
     """What multiplies the product of the query and key that a form receives at `site`."""
     if site.core is None:
@@ -39,3 +48,15 @@ def image_grid(site: AttentionSite) -> Grid | None:
 def prefix_queries(site: AttentionSite) -> int:
     """How many of the site's queries come before the image's grid (class and register tokens)."""
     return site.grid.prefix if site.grid and site.grid.tokens == site.n_queries else 0
+
+
+def take_heads(heads: Tensor, indices: Sequence[int]) -> Tensor:
+    """The given heads of [B, H, ...], in the given order, by slices: a gather would leave the neural engine."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1][1] = index + 1
+        else:
+            runs.append([index, index + 1])
+    parts = [heads[:, start:stop] for start, stop in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -54,14 +54,15 @@ class LinearVariant(Variant):
         grid = image_grid(site)
         if self.local and grid:
             form = LocalBranch(form, grid, site.heads, site.value_dim, score_scale(site))
-        if prefix := self._exact_rows(site):
+        if prefix := self.exact_rows(site):
             form = ExactPrefix(form, prefix, score_scale(site))
         return form
 
     def multiplies(self, site: AttentionSite) -> int:
-        exact = self._exact_rows(site) * site.n_keys * (site.head_dim + site.value_dim)
+        exact = self.exact_rows(site) * site.n_keys * (site.head_dim + site.value_dim)
         near = 9 * site.n_queries * site.value_dim if self.local else 0
         return site.windows * (self.form_multiplies(site) + site.heads * (exact + near))
 
-    def _exact_rows(self, site: AttentionSite) -> int:
+    def exact_rows(self, site: AttentionSite) -> int:
+        """How many of the site's queries keep softmax."""
         return prefix_queries(site) if self.exact_prefix else 0

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from attnrewrite.site import Grid
 from attnrewrite.variants.base import Form, Heads, Variant
+from attnrewrite.variants.least_squares import LeastSquares
 from attnrewrite.variants.softmax import with_outputs
 
 RIDGE = 1e-4
@@ -47,17 +48,12 @@ class LocalBranch(Form):
         The ridge pulls towards the form alone, in units of each column's own energy.
         """
         self.form.refine(activations)
-        channels = self.kernel.shape[0]
-        gram = torch.zeros(channels, 11, 11, dtype=torch.float64, device=self.kernel.device)
-        moment = torch.zeros(channels, 11, 1, dtype=torch.float64, device=self.kernel.device)
+        fit = LeastSquares()
         for heads, target in with_outputs(activations(), self.scale):
             form = self.form(*heads)
-            columns = self._columns(form, heads.value)
-            residual = self._image(target - form).double().permute(1, 0, 2, 3).reshape(channels, -1, 1)
-            gram += columns.transpose(1, 2) @ columns
-            moment += columns.transpose(1, 2) @ residual
-        ridge = RIDGE * gram.diagonal(dim1=1, dim2=2) + torch.finfo(torch.float32).tiny
-        change = torch.linalg.solve(gram + torch.diag_embed(ridge), moment)[:, :, 0].to(self.kernel)
+            residual = self._image(target - form).permute(1, 0, 2, 3).reshape(self.kernel.shape[0], -1, 1)
+            fit.add(self._columns(form, heads.value), residual)
+        change = fit.solve(RIDGE)[:, :, 0].to(self.kernel)
         self.gain.copy_(1 + change[:, 0].reshape_as(self.gain.transpose(1, 2)).transpose(1, 2))
         self.shift.copy_(change[:, 1].reshape_as(self.shift.transpose(1, 2)).transpose(1, 2))
         self.kernel.copy_(change[:, 2:].reshape_as(self.kernel))
@@ -69,7 +65,7 @@ class LocalBranch(Form):
         rows, columns = image.shape[2:]
         shifted = [padded[:, :, i : i + rows, j : j + columns] for i in range(3) for j in range(3)]
         mean = value.mean(2).reshape(-1, image.shape[1], 1, 1).expand_as(image)
-        stacked = torch.stack([self._image(form), mean, *shifted], dim=-1).double()
+        stacked = torch.stack([self._image(form), mean, *shifted], dim=-1)
         return stacked.permute(1, 0, 2, 3, 4).reshape(image.shape[1], -1, 11)
 
     def resolve(self, variant: Variant) -> Variant:

@@ -8,13 +8,33 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.variants.additive import Additive
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.l1 import L1
+from attnrewrite.variants.masked import Masked
+from attnrewrite.variants.mobile import Mobile
+from attnrewrite.variants.polynomial import Polynomial
 from attnrewrite.variants.relu_linear import Elu, ReluLinear
+from attnrewrite.variants.separable import Separable
+from attnrewrite.variants.small import CrossCovariance, Hedgehog, Hydra, Taylor
 from attnrewrite.variants.softmax import Softmax
 
 ENTRY_POINTS = "attnrewrite.variants"
-BUILT_IN: tuple[type[Variant], ...] = (Softmax, L1, ReluLinear, Elu)
+BUILT_IN: tuple[type[Variant], ...] = (
+    Softmax,
+    L1,
+    Mobile,
+    Masked,
+    Additive,
+    Separable,
+    Polynomial,
+    ReluLinear,
+    Elu,
+    Hedgehog,
+    Taylor,
+    Hydra,
+    CrossCovariance,
+)
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 

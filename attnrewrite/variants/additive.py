@@ -1,0 +1,106 @@
+"""SwiftFormer's efficient additive attention: one global query for all tokens, and no value."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.site import AttentionSite
+from attnrewrite.variants.base import Form, Heads
+from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, unit
+from attnrewrite.variants.least_squares import LeastSquares
+from attnrewrite.variants.linear import LinearVariant
+from attnrewrite.variants.softmax import with_outputs
+
+RIDGE = 1e-3
+
+
+def additive_attention(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(G * k, q) of the authors' code, for query, key [B, N, D] and w_g [D, 1]: [B, N, D] each.
+
+    q and k have l2 norm one per token, alpha = q w_g norm one over the tokens (which cancels the paper's scale), and
+    G = sum_n alpha_n q_n. The paper's equations 4-6 leave both normalisations out; its code and timm have them.
+    """
+    query, key = unit(query, 2), unit(key, 2)
+    alpha = unit(query @ weight, 1)
+    return (alpha.transpose(1, 2) @ query) * key, query
+
+
+class AdditiveForm(Form):
+    """context(G * k) + final(q): the published Final(Proj(G * k) + q), with Final Proj held as one map.
+
+    The teacher's value stands in the published query's place (what is aggregated, and passed on), its query in the
+    published key's place (what decides, token by token, how much of the aggregate is taken). The teacher's key is idle.
+    """
+
+    def __init__(self, heads: int, channels: int, scale: float) -> None:
+        super().__init__()
+        width = heads * channels
+        self.scale = scale
+        self.weight = nn.Parameter(torch.ones(width, 1))
+        self.context = nn.Linear(width, width)
+        self.final = nn.Linear(width, width, bias=False)
+        with torch.no_grad():
+            nn.init.eye_(self.context.weight)
+            nn.init.zeros_(self.context.bias)
+            nn.init.eye_(self.final.weight)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        context, token = additive_attention(merge_heads(value), merge_heads(query), self.weight)
+        return split_heads(self.context(context) + self.final(token), value.shape[1])
+
+    @torch.no_grad()
+    def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
+        """w_g: the mean direction of the aggregated tokens, which makes alpha near uniform, as far from softmax's
+        peaks as a mean is; then both maps together by ridge regression on the softmax output.
+        """
+        total = sum(unit(merge_heads(heads.value), 2).double().sum((0, 1)) for heads in activations())
+        self.weight.copy_(unit(torch.as_tensor(total), 0).unsqueeze(1))
+        fit = LeastSquares()
+        for heads, target in with_outputs(activations(), self.scale):
+            context, token = additive_attention(merge_heads(heads.value), merge_heads(heads.query), self.weight)
+            columns = torch.cat([context, token, torch.ones_like(token[..., :1])], dim=2)
+            fit.add(columns.flatten(0, 1), merge_heads(target).flatten(0, 1))
+        maps = fit.solve(RIDGE).T.to(self.final.weight)
+        width = self.final.weight.shape[0]
+        self.context.weight.copy_(maps[:, :width])
+        self.final.weight.copy_(maps[:, width : 2 * width])
+        self.context.bias.copy_(maps[:, -1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Additive(LinearVariant):
+    name = "additive"
+    summary = "SwiftFormer's efficient additive attention: one global query, no softmax, no key-value product"
+    source = "Shaker et al. 2023, SwiftFormer, equations 4-6, with the code's normalisations"
+
+    def refuse_form(self, site: AttentionSite) -> str | None:
+        if site.n_queries != site.n_keys:
+            return "pairs each query with the value of the same token, and there are not as many of both"
+        if site.head_dim != site.value_dim:
+            return f"multiplies query and value channel by channel, and they have {site.head_dim} and {site.value_dim}"
+        return None
+
+    def form(self, site: AttentionSite) -> Form:
+        return AdditiveForm(site.heads, site.value_dim, score_scale(site))
+
+    def form_multiplies(self, site: AttentionSite) -> int:
+        width = site.heads * site.value_dim
+        return site.n_queries * (2 * width * width + 5 * width)
+
+
+class EfficientAdditiveAttention(nn.Module):
+    """The published block with its projections: x [B, N, C] -> [B, N, C]."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.to_query = nn.Linear(dim, dim)
+        self.to_key = nn.Linear(dim, dim)
+        self.w_g = nn.Parameter(torch.randn(dim, 1))
+        self.proj = nn.Linear(dim, dim)
+        self.final = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context, query = additive_attention(self.to_query(x), self.to_key(x), self.w_g)
+        return self.final(self.proj(context) + query)

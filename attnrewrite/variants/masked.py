@@ -1,0 +1,251 @@
+"""MaiT: softmax attention whose heads see the scores of a small square of neighbours, and zeros beyond it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.errors import InputError
+from attnrewrite.site import AttentionSite, Grid
+from attnrewrite.variants.base import Form, Heads, Variant
+from attnrewrite.variants.layout import image_grid, merge_heads, score_scale, split_heads, take_heads
+from attnrewrite.variants.linear import LinearVariant
+from attnrewrite.variants.neighbours import Neighbourhood
+from attnrewrite.variants.placement import count_by_error, heads_by_error, heads_by_locality
+from attnrewrite.variants.softmax import softmax_attention
+
+Placement = Literal["all", "paper-search", "error"]
+
+
+class HardMask(nn.Module):
+    """softmax(M * s) v in O(N R^2), where M is 1 between neighbours and 0 elsewhere (MaiT, equation 2).
+
+    A score of 0 weighs e^0 = 1, so that out_i = [sum_near w_j v_j + e^-m sum_all v] / [sum_near w_j + N e^-m] with
+    w_j = e^(s_j - m) - e^-m and m = max(0, max s_j). Prefix tokens see all and are seen by all. A step off the grid has
+    score 0 and so weight 0. A bias counts where the score does.
+    """
+
+    inside: Tensor
+
+    def __init__(self, grid: Grid, size: int, scale: float) -> None:
+        super().__init__()
+        self.near = Neighbourhood(grid, size)
+        self.prefix = grid.prefix
+        self.scale = scale
+        self.register_buffer("inside", self.near.inside(), persistent=False)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        weights, rest = self.weights(query, key, bias)
+        out = rest * value.mean(2, keepdim=True)
+        for step, near in enumerate(self.near.shifted(value[:, :, self.prefix :])):
+            out = out + weights[..., step : step + 1] * near
+        if not self.prefix:
+            return out
+        out = out + weights[..., len(self.near.steps) :] @ value[:, :, : self.prefix]
+        rows = None if bias is None else bias[..., : self.prefix, :]
+        return torch.cat([softmax_attention(query[:, :, : self.prefix], key, value, self.scale, rows), out], dim=2)
+
+    def weights(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What each neighbour and prefix key weighs beyond an unseen key, [B, H, P, steps + prefix], and what all
+        unseen weight comes to, [B, H, P, 1]: together they sum to one.
+        """
+        scores = self.scores(query, key, bias)
+        top = scores.amax(3, keepdim=True).clamp(min=0)
+        unseen = torch.exp(-top)
+        weights = torch.exp(scores - top) - unseen
+        total = weights.sum(3, keepdim=True) + unseen * key.shape[2]
+        return weights / total, unseen / total * key.shape[2]
+
+    def scores(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Scores of the grid's queries with their neighbours' keys, then with the prefix keys."""
+        image = query[:, :, self.prefix :] * self.scale
+        scores = self.near.scores(image, key[:, :, self.prefix :])
+        if bias is not None:
+            scores = scores + self.near.bias(bias[..., self.prefix :, self.prefix :])
+        scores = scores * self.inside.to(scores.dtype)
+        if not self.prefix:
+            return scores
+        seen = image @ key[:, :, : self.prefix].transpose(2, 3)
+        if bias is not None:
+            seen = seen + bias[..., self.prefix :, : self.prefix]
+        return torch.cat([scores, seen], dim=3)
+
+    def locality(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The attention locality score of every image and head, [B, H] (equation 3)."""
+        weights, rest = self.weights(query, key, bias)
+        seen = self.inside.sum(1).to(rest.dtype) + self.prefix
+        return (weights.sum(3) + rest.squeeze(3) * seen / key.shape[2]).mean(2)
+
+
+class MaskedForm(Form):
+    """Hard masks on the heads `masked`, plain softmax on the others; `placement` says how calibration chooses them."""
+
+    def __init__(
+        self, mask: HardMask, heads: int, placement: Placement | int | tuple[int, ...], tolerance: float
+    ) -> None:
+        super().__init__()
+        self.mask = mask
+        self.heads = heads
+        self.placement = placement
+        self.tolerance = tolerance
+        self.masked = self._start()
+
+    def _start(self) -> tuple[int, ...]:
+        """The masked heads before calibration: the paper starts from head 0."""
+        if isinstance(self.placement, tuple):
+            return tuple(sorted(set(self.placement)))
+        if isinstance(self.placement, int):
+            return tuple(range(self.placement))
+        return (0,) if self.placement == "paper-search" else tuple(range(self.heads))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        free = tuple(head for head in range(self.heads) if head not in self.masked)
+        if not free:
+            return self.mask(query, key, value, bias)
+        if not self.masked:
+            return softmax_attention(query, key, value, self.mask.scale, bias)
+
+        def part(heads: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+            own = bias if bias is None or bias.ndim < 3 or bias.shape[-3] == 1 else take_heads(bias, heads)
+            return take_heads(query, heads), take_heads(key, heads), take_heads(value, heads), own
+
+        plain = part(free)
+        both = torch.cat(
+            [self.mask(*part(self.masked)), softmax_attention(*plain[:3], self.mask.scale, plain[3])], dim=1
+        )
+        order = (*self.masked, *free)
+        return take_heads(both, [order.index(head) for head in range(self.heads)])
+
+    @torch.no_grad()
+    def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
+        """Choose the masked heads: by the paper's locality rule, or by the error that masking makes in each."""
+        if self.placement == "paper-search":
+            self.masked = heads_by_locality(self.mask.locality, activations())
+        elif self.placement == "error":
+            self.masked = heads_by_error(self.mask, self.mask.scale, activations(), self.tolerance)
+        elif isinstance(self.placement, int):
+            self.masked = count_by_error(self.mask, self.mask.scale, activations(), self.placement)
+
+    def resolve(self, variant: Variant) -> Variant:
+        return replace(variant, heads=self.masked, soft=False)  # type: ignore[call-arg]
+
+    def extra_repr(self) -> str:
+        return f"masked={list(self.masked)} of {self.heads}"
+
+
+def soft_masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor, alpha: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """softmax(s * (M + alpha (1 - M))) v, with the dense mask M [N, N] and alpha [H, 1, 1] (MaiT, section 4.3)."""
+    scores = (query * scale) @ key.transpose(2, 3)
+    scores = scores if bias is None else scores + bias
+    return torch.softmax(scores * (mask + alpha * (1 - mask)), dim=3) @ value
+
+
+class SoftMaskedForm(Form):
+    """Scores of non-neighbours times a learned alpha in (0, 1) per head: dense, for training; deployed as hard masks.
+
+    alpha near 1 leaves the head as it was, near 0 masks it (section 4.3).
+    """
+
+    dense: Tensor
+
+    def __init__(self, mask: HardMask, heads: int) -> None:
+        super().__init__()
+        self.mask = mask
+        self.logit = nn.Parameter(torch.full((heads, 1, 1), 2.0))
+        prefix = mask.prefix
+        dense = torch.ones(prefix + mask.near.tokens, prefix + mask.near.tokens)
+        dense[prefix:, prefix:] = mask.near.dense()
+        self.register_buffer("dense", dense, persistent=False)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        alpha, dense = torch.sigmoid(self.logit), self.dense.to(query.dtype)
+        return soft_masked_attention(query, key, value, self.mask.scale, dense, alpha, bias)
+
+    def deploy(self) -> Form:
+        masked = (self.logit.flatten() < 0).nonzero().flatten().tolist()
+        return MaskedForm(self.mask, self.logit.shape[0], tuple(masked), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masked(LinearVariant):
+    """size: the square's side, 3 or 5. soft: a learned alpha instead of zeros (dense until deployed).
+
+    heads: which heads are masked: all, a list, a count (those that lose least), paper-search (locality scores) or
+    error (those whose output changes by less than `tolerance` of its energy). Prefix tokens are exact as published.
+    approximate keeps a bias between neighbours and leaves out the rest.
+    """
+
+    size: int = 3
+    heads: Placement | int | tuple[int, ...] = "all"
+    soft: bool = False
+    tolerance: float = 0.1
+
+    name = "masked"
+    summary = "MaiT: softmax over the scores of 3x3 or 5x5 neighbours, zeros beyond"
+    source = "Li et al. 2022, MaiT, equations 2-3 and section 4.3"
+
+    def __post_init__(self) -> None:
+        if self.size < 3 or self.size % 2 == 0:
+            raise InputError(f"masked: size={self.size} must be odd and at least 3")
+        if not 0 <= self.tolerance <= 1:
+            raise InputError(f"masked: tolerance={self.tolerance} must lie between 0 and 1")
+
+    def refuse_form(self, site: AttentionSite) -> str | None:
+        if image_grid(site) is None:
+            return "needs tokens that are known to be an image grid"
+        if isinstance(self.heads, int) and not 0 < self.heads <= site.heads:
+            return f"heads={self.heads} does not fit its {site.heads} heads"
+        if isinstance(self.heads, tuple) and not set(self.heads) <= set(range(site.heads)):
+            return f"heads={list(self.heads)} names heads beyond its {site.heads}"
+        return None
+
+    def note(self, site: AttentionSite) -> str | None:
+        return f"the {site.bias} bias is kept between neighbours only" if site.bias != "none" else None
+
+    def exact_rows(self, site: AttentionSite) -> int:
+        return 0
+
+    def form(self, site: AttentionSite) -> Form:
+        grid = image_grid(site)
+        if grid is None:
+            raise ValueError(f"{site.name}: no image grid; refuse it first")
+        mask = HardMask(grid, self.size, score_scale(site))
+        if self.soft:
+            return SoftMaskedForm(mask, site.heads)
+        return MaskedForm(mask, site.heads, self.heads, self.tolerance)
+
+    def form_multiplies(self, site: AttentionSite) -> int:
+        grid = image_grid(site)
+        prefix = grid.prefix if grid else 0
+        pairs = (site.n_queries - prefix) * (self.size**2 + prefix) + prefix * site.n_keys
+        masked = 0 if self.soft else self._masked_heads(site)
+        dense = (site.heads - masked) * site.n_queries * site.n_keys
+        return (masked * pairs + dense) * (site.head_dim + site.value_dim)
+
+    def _masked_heads(self, site: AttentionSite) -> int:
+        """How many heads are masked, as far as the options say: a search may leave fewer."""
+        if isinstance(self.heads, tuple):
+            return len(set(self.heads))
+        return self.heads if isinstance(self.heads, int) else site.heads
+
+
+class MaskedAttention(nn.Module):
+    """The published block with its projections: x [B, N, C] -> [B, N, C]; soft where `soft`."""
+
+    def __init__(
+        self, dim: int, heads: int, grid: Grid, size: int, masked: tuple[int, ...], soft: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        mask = HardMask(grid, size, (dim // heads) ** -0.5)
+        self.form = MaskedForm(mask, heads, masked, 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (split_heads(part, self.heads) for part in torch.chunk(self.qkv(x), 3, dim=-1))
+        return self.proj(merge_heads(self.form(query, key, value)))

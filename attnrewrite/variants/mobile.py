@@ -1,0 +1,189 @@
+"""Mobile-Attention: linear attention with very small heads that compete for the flow of information."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.errors import InputError
+from attnrewrite.site import AttentionSite
+from attnrewrite.variants.base import Form, Heads, Variant
+from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
+from attnrewrite.variants.layout import merge_heads, split_heads, take_heads, unit
+from attnrewrite.variants.linear import LinearVariant
+
+Reading = Literal["conversion", "code", "paper"]
+EPSILON = 1e-6
+
+
+class Flows(NamedTuple):
+    """Capacities [B, H, N, 1]: what a head takes in (I), gives out (O), and both after competition (Ibar, Obar)."""
+
+    incoming: Tensor
+    outgoing: Tensor
+    competed_incoming: Tensor
+    competed_outgoing: Tensor
+
+
+def head_flows(query: Tensor, key: Tensor, epsilon: float) -> Flows:
+    """The flows among the heads of each token, from features [B, H, N, d] (equations 5 and 6)."""
+
+    def flow(features: Tensor, others: Tensor) -> Tensor:
+        return ((features + epsilon) * (others.sum(1, keepdim=True) + epsilon)).sum(3, keepdim=True)
+
+    incoming, outgoing = flow(query, key), flow(key, query)
+    return Flows(incoming, outgoing, flow(query, key / outgoing), flow(key, query / incoming))
+
+
+def features(x: Tensor, reading: Reading) -> Tensor:
+    """Phi: the sigmoid, of each head's unit vector in the paper and of the vector itself in the code."""
+    if reading != "paper":
+        return torch.sigmoid(x)
+    return torch.sigmoid(unit(x, 3))
+
+
+def mobile_attention(query: Tensor, key: Tensor, value: Tensor, reading: Reading, order: Order = "auto") -> Tensor:
+    """U of equation 7 for query, key [B, H, N, d] and value [B, H, N, e] of very small heads -> [B, H, N, e].
+
+    `paper`: heads compete by a softmax over heads, and each row is divided by its sum over tokens. `code`: tokens
+    compete, times N, and each row is divided by its head flow, so that the result grows with N. `conversion`: as the
+    code, with the paper's division.
+    """
+    query, key = features(query, reading), features(key, reading)
+    epsilon = 0.0 if reading == "paper" else EPSILON
+    flows = head_flows(query, key, epsilon)
+    if reading == "paper":
+        value = value * torch.softmax(flows.competed_outgoing, dim=1)
+    else:
+        contest = flows.competed_outgoing.clamp(-1, 1).exp()
+        value = value * (contest / contest.mean(2, keepdim=True))
+    total = mean_product(query, key, value, order) * torch.sigmoid(flows.competed_incoming)
+    if reading == "code":
+        return total / flows.incoming * key.shape[2]
+    return total / (query @ key.mean(2, keepdim=True).transpose(2, 3))
+
+
+class MobileForm(Form):
+    """Mobile-Attention on the heads, re-cut into `count` small ones, of which `kept` (None: all) take part.
+
+    The channels of a head that does not take part are zero in the output.
+    """
+
+    def __init__(self, count: int, reading: Reading, order: Order, kept: tuple[int, ...] | None, keep: int) -> None:
+        super().__init__()
+        self.count = count
+        self.reading = reading
+        self.order = order
+        self.kept = kept
+        self.keep = keep
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        heads = value.shape[1]
+        query, key, value = (split_heads(merge_heads(part), self.count) for part in (query, key, value))
+        if self.kept is None:
+            return self._joined(mobile_attention(query, key, value, self.reading, self.order), heads)
+        query, key, few = (take_heads(part, self.kept) for part in (query, key, value))
+        few = mobile_attention(query, key, few, self.reading, self.order)
+        places = [self.kept.index(head) if head in self.kept else len(self.kept) for head in range(self.count)]
+        return self._joined(take_heads(torch.cat([few, torch.zeros_like(value[:, :1])], dim=1), places), heads)
+
+    @staticmethod
+    def _joined(small: Tensor, heads: int) -> Tensor:
+        return split_heads(merge_heads(small), heads)
+
+    @torch.no_grad()
+    def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
+        """Choose the heads to keep: those of the largest mean competed outgoing flow (the paper's appendix A)."""
+        if self.keep == self.count or self.kept is not None:
+            return
+        score = torch.zeros(self.count, dtype=torch.float64)
+        for heads in activations():
+            query, key = (split_heads(merge_heads(part), self.count) for part in (heads.query, heads.key))
+            flows = head_flows(features(query, self.reading), features(key, self.reading), EPSILON)
+            score += flows.competed_outgoing.mean((2, 3)).sum(0).double().cpu()
+        self.kept = tuple(sorted(score.topk(self.keep).indices.tolist()))
+
+    def resolve(self, variant: Variant) -> Variant:
+        return replace(variant, keep_heads=self.kept) if self.kept is not None else variant  # type: ignore[call-arg]
+
+    def extra_repr(self) -> str:
+        return f"heads={self.count}, reading={self.reading}, kept={self.kept or 'all'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mobile(LinearVariant):
+    """reading: conversion (the code's features, the paper's division), code or paper.
+
+    head_dim: the channels of a small head.
+    keep_heads: the fraction of small heads that calibration keeps, or the heads themselves.
+    """
+
+    reading: Reading = "conversion"
+    head_dim: int = 4
+    keep_heads: float | tuple[int, ...] = 1.0
+
+    name = "mobile"
+    summary = "Mobile-Attention: linear attention with heads of 4 channels that compete"
+    source = "Yao et al. 2024, Mobile Attention, equations 5-7 and appendix A"
+
+    def __post_init__(self) -> None:
+        if self.head_dim < 1:
+            raise InputError(f"mobile: head_dim={self.head_dim} must be at least 1")
+        if isinstance(self.keep_heads, float) and not 0 < self.keep_heads <= 1:
+            raise InputError(f"mobile: keep_heads={self.keep_heads} must lie above 0 and be at most 1")
+
+    def refuse_form(self, site: AttentionSite) -> str | None:
+        channels = site.heads * site.head_dim
+        if site.n_queries != site.n_keys:
+            return "its flows pair each query with the key of the same token, and there are not as many of both"
+        if channels % self.head_dim:
+            return f"its {channels} channels do not split into heads of {self.head_dim}"
+        count = channels // self.head_dim
+        if site.heads * site.value_dim % count:
+            return f"its {site.heads * site.value_dim} value channels do not split over {count} heads"
+        if isinstance(self.keep_heads, tuple) and not set(self.keep_heads) <= set(range(count)):
+            return f"keep_heads names heads beyond its {count}"
+        return None
+
+    def form(self, site: AttentionSite) -> Form:
+        count, _ = self._sizes(site)
+        kept = self.keep_heads if isinstance(self.keep_heads, tuple) else None
+        return MobileForm(count, self.reading, cheaper_order(*self._shape(site)), kept, self._keep(site))
+
+    def form_multiplies(self, site: AttentionSite) -> int:
+        channels = self._keep(site) * self.head_dim
+        flows = 6 * channels * site.n_queries
+        return self._keep(site) * product_multiplies(*self._shape(site), "auto") + flows
+
+    def _keep(self, site: AttentionSite) -> int:
+        """How many small heads take part once calibrated."""
+        count, _ = self._sizes(site)
+        return len(self.keep_heads) if isinstance(self.keep_heads, tuple) else max(1, round(count * self.keep_heads))
+
+    def _sizes(self, site: AttentionSite) -> tuple[int, int]:
+        """The number of small heads, and the value channels of each."""
+        count = site.heads * site.head_dim // self.head_dim
+        return count, site.heads * site.value_dim // count
+
+    def _shape(self, site: AttentionSite) -> tuple[int, int, int, int]:
+        return site.n_queries, site.n_keys, self.head_dim, self._sizes(site)[1]
+
+
+class MobileAttention(nn.Module):
+    """The published block with its projections: x [B, N, C] -> [B, N, C]."""
+
+    def __init__(self, dim: int, heads: int, reading: Reading = "code") -> None:
+        super().__init__()
+        self.heads = heads
+        self.reading = reading
+        self.query_projection = nn.Linear(dim, dim)
+        self.key_projection = nn.Linear(dim, dim)
+        self.value_projection = nn.Linear(dim, dim)
+        self.out_projection = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projections = self.query_projection, self.key_projection, self.value_projection
+        query, key, value = (split_heads(projection(x), self.heads) for projection in projections)
+        return self.out_projection(merge_heads(mobile_attention(query, key, value, self.reading)))

@@ -1,0 +1,191 @@
+"""Softmax attention by a polynomial: centred keys, a few reduced coordinates per head, and their monomials."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.errors import InputError
+from attnrewrite.site import AttentionSite
+from attnrewrite.variants.base import Form, Heads, Variant
+from attnrewrite.variants.kernel import Order, cheaper_order, mean_product
+from attnrewrite.variants.layout import score_scale
+from attnrewrite.variants.least_squares import LeastSquares
+from attnrewrite.variants.linear import LinearVariant
+
+RIDGE = 1e-9
+ROWS_PER_IMAGE = 128
+
+
+def feature_count(rank: int, degree: int) -> int:
+    """How many monomials of at most `degree` there are in `rank` coordinates."""
+    return math.comb(rank + degree, degree)
+
+
+def monomials(x: Tensor, degree: int) -> Tensor:
+    """All monomials of x [..., r] of at most `degree`, by degree: [..., C(r + degree, degree)].
+
+    Within a degree those that start with coordinate i or later are a suffix, so each degree is r products of a
+    coordinate with a suffix of the degree before.
+    """
+    rank = x.shape[-1]
+    previous = torch.ones_like(x[..., :1])
+    parts = [previous]
+    for power in range(1, degree + 1):
+        counts = [math.comb(rank - i + power - 2, power - 1) for i in range(rank)]
+        width = previous.shape[-1]
+        columns = [x[..., i : i + 1] * previous[..., width - count :] for i, count in enumerate(counts)]
+        previous = torch.cat(columns, dim=-1)
+        parts.append(previous)
+    return torch.cat(parts, dim=-1)
+
+
+def multinomials(rank: int, degree: int) -> tuple[Tensor, Tensor]:
+    """For each monomial, its coefficient in (u . w)^m, and its degree m."""
+    coefficients, degrees = [], []
+    for power in range(degree + 1):
+        for term in combinations_with_replacement(range(rank), power):
+            repeats = math.prod(math.factorial(term.count(i)) for i in set(term))
+            coefficients.append(math.factorial(power) / repeats)
+            degrees.append(power)
+    return torch.tensor(coefficients), torch.tensor(degrees)
+
+
+class PolynomialForm(Form):
+    """p(s) v / p(s) 1 with s = (q A_q) . ((k - mean k) A_k) of `rank` coordinates and p of `degree`, per head.
+
+    Keys are centred, so softmax's own denominator is at least the number of keys (Jensen): the polynomial's is held
+    there. Many tokens go through the monomials, few through the scores themselves; both give the same numbers.
+    """
+
+    repeats: Tensor
+    expand: Tensor
+
+    def __init__(self, heads: int, head_dim: int, rank: int, degree: int, scale: float, order: Order) -> None:
+        super().__init__()
+        self.rank, self.degree, self.scale, self.order = rank, degree, scale, order
+        first = torch.eye(head_dim, rank) * math.sqrt(scale)
+        self.query_map = nn.Parameter(first.repeat(heads, 1, 1))
+        self.key_map = nn.Parameter(first.repeat(heads, 1, 1))
+        taylor = torch.tensor([1 / math.factorial(power) for power in range(degree + 1)])
+        self.coefficients = nn.Parameter(taylor.repeat(heads, 1))
+        repeats, degrees = multinomials(rank, degree)
+        self.register_buffer("repeats", repeats, persistent=False)
+        self.register_buffer("expand", torch.eye(degree + 1)[degrees].T.contiguous(), persistent=False)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        query = query @ self.query_map
+        key = (key - key.mean(2, keepdim=True)) @ self.key_map
+        if self.order == "qk":
+            weights = self._polynomial(query @ key.transpose(2, 3))
+            return (weights @ value) / weights.sum(3, keepdim=True).clamp(min=key.shape[2])
+        weights = self.coefficients @ self.expand.to(query.dtype) * self.repeats.to(query.dtype)
+        query = monomials(query, self.degree) * weights.unsqueeze(1)
+        key = monomials(key, self.degree)
+        total = query @ key.mean(2, keepdim=True).transpose(2, 3)
+        return mean_product(query, key, value, "kv") / total.clamp(min=1)
+
+    def _polynomial(self, scores: Tensor) -> Tensor:
+        """p(s) by Horner's rule, for scores [B, H, N, M]."""
+        terms = self.coefficients.unsqueeze(2).unsqueeze(3)
+        result = terms[:, self.degree].expand_as(scores)
+        for power in reversed(range(self.degree)):
+            result = result * scores + terms[:, power]
+        return result
+
+    @torch.no_grad()
+    def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
+        """The best rank-r bilinear form for the scores met in calibration, then p by least squares on the softmax
+        weights of a sample of rows: five numbers a head.
+        """
+        self._fit_maps(activations())
+        fit = LeastSquares()
+        for heads in activations():
+            key = heads.key - heads.key.mean(2, keepdim=True)
+            step = max(1, heads.query.shape[2] // ROWS_PER_IMAGE)
+            for query, image in zip(heads.query[:, :, ::step], key, strict=True):
+                exact = ((query * self.scale) @ image.transpose(1, 2)).double()
+                near = ((query @ self.query_map) @ (image @ self.key_map).transpose(1, 2)).double()
+                powers = torch.stack([near**power for power in range(self.degree + 1)], dim=3)
+                total = exact.exp().mean(2, keepdim=True)
+                fit.add((powers / total.unsqueeze(3)).flatten(1, 2), (exact.exp() / total).flatten(1).unsqueeze(2))
+        self.coefficients.copy_(fit.solve(RIDGE)[:, :, 0])
+
+    def _fit_maps(self, batches: Iterator[Heads]) -> None:
+        """Minimise the mean of (scale q . k - (q A_q) . (k A_k))^2 over independent queries and centred keys."""
+        moments = [torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
+        for heads in batches:
+            for side, tokens in enumerate((heads.query, heads.key - heads.key.mean(2, keepdim=True))):
+                rows = tokens.double().transpose(0, 1).flatten(1, 2)
+                moments[side] = moments[side].to(rows.device) + rows.transpose(1, 2) @ rows / rows.shape[1]
+        (query_root, query_inverse), (key_root, key_inverse) = (_roots(moment) for moment in moments)
+        left, energy, right = torch.linalg.svd(query_root @ key_root * self.scale)
+        share = energy[:, : self.rank].sqrt().unsqueeze(1)
+        self.query_map.copy_(query_inverse @ left[:, :, : self.rank] * share)
+        self.key_map.copy_(key_inverse @ right.transpose(1, 2)[:, :, : self.rank] * share)
+
+    def resolve(self, variant: Variant) -> Variant:
+        return replace(variant, rank=self.rank, degree=self.degree)  # type: ignore[call-arg]
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, degree={self.degree}, order={self.order}"
+
+
+def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """The symmetric square root of [H, d, d] second moments, and its inverse where there is energy."""
+    energy, basis = torch.linalg.eigh(moment)
+    energy = energy.clamp(min=0)
+    floor = energy.amax(1, keepdim=True) * 1e-10 + torch.finfo(torch.float32).tiny
+    inverse = torch.where(energy > floor, energy.clamp(min=floor).rsqrt(), 0.0)
+    return (basis * energy.sqrt().unsqueeze(1)) @ basis.transpose(1, 2), (basis * inverse.unsqueeze(1)) @ basis.mT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polynomial(LinearVariant):
+    """rank: reduced coordinates per head. degree: of the polynomial, even. max_features: lowers the rank until the
+    monomials are no more. It has to be calibrated: uncalibrated, it keeps the first channels of each head.
+    """
+
+    rank: int = 4
+    degree: int = 4
+    max_features: int | None = None
+
+    name = "polynomial"
+    summary = "a polynomial of the scores' leading coordinates, fitted to softmax without gradients"
+    source = "attnrewrite's own: centred keys, covariance-weighted factors, least-squares polynomial"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InputError(f"polynomial: rank={self.rank} must be at least 1")
+        if self.degree < 2 or self.degree % 2:
+            raise InputError(f"polynomial: degree={self.degree} must be even and at least 2: odd ones turn negative")
+        if self.max_features is not None and self.max_features < feature_count(1, self.degree):
+            least = feature_count(1, self.degree)
+            raise InputError(f"polynomial: max_features={self.max_features} is under the {least} of rank 1")
+
+    def form(self, site: AttentionSite) -> Form:
+        rank, order = self._rank(site), self._order(site)
+        return PolynomialForm(site.heads, site.head_dim, rank, self.degree, score_scale(site), order)
+
+    def form_multiplies(self, site: AttentionSite) -> int:
+        rank = self._rank(site)
+        tokens = site.n_queries + site.n_keys
+        maps = tokens * site.head_dim * rank
+        if self._order(site) == "qk":
+            return site.heads * (maps + site.n_queries * site.n_keys * (rank + self.degree + site.value_dim))
+        features = feature_count(rank, self.degree)
+        return site.heads * (maps + tokens * features + tokens * features * site.value_dim)
+
+    def _rank(self, site: AttentionSite) -> int:
+        ranks = range(1, min(self.rank, site.head_dim) + 1)
+        limit = self.max_features or math.inf
+        return max(rank for rank in ranks if feature_count(rank, self.degree) <= limit)
+
+    def _order(self, site: AttentionSite) -> Order:
+        features = feature_count(self._rank(site), self.degree)
+        if site.n_queries < 1 or site.n_keys < 1:
+            return "kv"
+        return cheaper_order(site.n_queries, site.n_keys, features, site.value_dim)

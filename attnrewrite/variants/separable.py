@@ -1,0 +1,128 @@
+"""MobileViTv2's separable attention: context scores from a latent, one context vector, an elementwise gate."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnrewrite.errors import InputError
+from attnrewrite.site import AttentionSite
+from attnrewrite.variants.base import Form, Heads
+from attnrewrite.variants.layout import merge_heads, score_scale, split_heads
+from attnrewrite.variants.least_squares import LeastSquares
+from attnrewrite.variants.linear import LinearVariant
+from attnrewrite.variants.softmax import with_outputs
+
+RIDGE = 1e-2
+
+
+def context_vectors(latents: Tensor, aggregated: Tensor) -> Tensor:
+    """sum_n softmax_n(latent) K[n]: latents [B, N, L], aggregated [B, N, E] -> [B, 1, E].
+
+    Each latent serves E / L channels in turn. The softmax runs over the tokens (MobileViTv2, equation 2).
+    """
+    values = split_heads(aggregated, latents.shape[2])
+    scores = torch.softmax(latents, dim=1).transpose(1, 2).unsqueeze(2)
+    return merge_heads(scores @ values)
+
+
+class SeparableForm(Form):
+    """relu(gate(q)) * c_v on the heads, with the teacher's value in the aggregated slot.
+
+    The latents read the teacher's keys, the gate its queries. Uncalibrated, the scores are uniform and the gate is one.
+    """
+
+    def __init__(self, heads: int, head_dim: int, value_dim: int, latents: int, scale: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.scale = scale
+        self.latent = nn.Linear(heads * head_dim, latents, bias=False)
+        self.gate = nn.Linear(heads * head_dim, heads * value_dim)
+        nn.init.zeros_(self.latent.weight)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.ones_(self.gate.bias)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        context = context_vectors(self.latent(merge_heads(key)), merge_heads(value))
+        return split_heads(F.relu(self.gate(merge_heads(query))) * context, value.shape[1])
+
+    @torch.no_grad()
+    def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
+        """Latents score keys as the mean query does; then the gate of each channel, from its own head's query, by
+        ridge regression on the softmax output, ReLU aside.
+        """
+        self._fit_latents(activations())
+        fit = LeastSquares()
+        for heads, target in with_outputs(activations(), self.scale):
+            query = F.pad(heads.query, (0, 1), value=1.0).double()
+            context = context_vectors(self.latent(merge_heads(heads.key)), merge_heads(heads.value))
+            context = split_heads(context, heads.value.shape[1]).double().transpose(2, 3)
+            gram = (query.transpose(2, 3) @ query).unsqueeze(2) * context.square().unsqueeze(4)
+            residual = target.double().transpose(2, 3) - context
+            fit.add_statistics(gram.sum(0), (residual @ query * context).sum(0).unsqueeze(3))
+        change = fit.solve(RIDGE)[..., 0].to(self.gate.weight)
+        self.gate.weight.copy_(torch.block_diag(*change[..., :-1]))
+        self.gate.bias.copy_(1 + change[..., -1].flatten())
+
+    def _fit_latents(self, batches: Iterator[Heads]) -> None:
+        total, count = torch.zeros(1, dtype=torch.float64), 0
+        for heads in batches:
+            total = total.to(heads.query.device) + heads.query.double().sum((0, 2))
+            count += heads.query.shape[0] * heads.query.shape[2]
+        mean = total * self.scale / count
+        self.latent.weight.copy_((self._shares().to(mean).unsqueeze(2) * mean).flatten(1))
+
+    def _shares(self) -> Tensor:
+        """[L, H]: which part of each latent's channels belongs to each head."""
+        channels, latents = self.gate.out_features, self.latent.out_features
+        channel = torch.arange(channels)
+        own = F.one_hot(channel // (channels // latents)).double()
+        return own.T @ F.one_hot(channel // (channels // self.heads)).double() * (latents / channels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Separable(LinearVariant):
+    """latents: context scores per site; 0 gives one per head, 1 is the paper's."""
+
+    latents: int = 0
+
+    name = "separable"
+    summary = "MobileViTv2's separable attention: one context vector for all tokens, gated elementwise"
+    source = "Mehta & Rastegari 2022, Separable Self-attention for Mobile Vision Transformers, equation 2"
+
+    def __post_init__(self) -> None:
+        if self.latents < 0:
+            raise InputError(f"separable: latents={self.latents} must be at least 1, or 0 for one per head")
+
+    def refuse_form(self, site: AttentionSite) -> str | None:
+        channels = site.heads * site.value_dim
+        if self.latents and channels % self.latents:
+            return f"its {channels} value channels do not split over {self.latents} latents"
+        return None
+
+    def form(self, site: AttentionSite) -> Form:
+        latents = self.latents or site.heads
+        return SeparableForm(site.heads, site.head_dim, site.value_dim, latents, score_scale(site))
+
+    def form_multiplies(self, site: AttentionSite) -> int:
+        keys, values = site.heads * site.head_dim, site.heads * site.value_dim
+        scores = site.n_keys * (keys * (self.latents or site.heads) + values)
+        return scores + site.n_queries * values * (keys + 1)
+
+
+class SeparableSelfAttention(nn.Module):
+    """The published block with its projections: x [B, C, P, N], P pixels of each of N patches, -> [B, C, P, N]."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv_proj = nn.Conv2d(dim, 1 + 2 * dim, 1)
+        self.out_proj = nn.Conv2d(dim, dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dim, pixels = x.shape[1], x.shape[2]
+        rows = self.qkv_proj(x).permute(0, 2, 3, 1).flatten(0, 1)
+        latent, key, value = torch.split(rows, [1, dim, dim], dim=2)
+        out = F.relu(value) * context_vectors(latent, key)
+        return self.out_proj(out.reshape(-1, pixels, out.shape[1], dim).permute(0, 3, 1, 2))
