@@ -1,8 +1,10 @@
 """The matcher: every softmax, SDPA or attention op ends as an AttentionSite or as a NearMiss with a reason."""
 
+from typing import cast
+
 import numpy as np
 
-from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
 from attnrewrite.patterns.grid import find_grid
 from attnrewrite.patterns.heads import Fold, Side, crosses_layout, fold_lead, operand
 from attnrewrite.patterns.projections import trace_output, trace_projection
@@ -16,21 +18,33 @@ from attnrewrite.site import Anchor, AttentionSite, Bias, Core, NearMiss, Operan
 
 def scan(graph: GraphView, model: str) -> Scan:
     """Every attention of a graph, in graph order: a site or a near miss for each softmax and attention operator."""
-    strict = Tracer(graph)
-    layout = Tracer(graph, lambda operation: crosses_layout(graph, operation))
+    readers = {False: _Reader(graph), True: _Reader(cast(GraphView, ComputedConstants(graph)))}
     sites: list[AttentionSite] = []
     misses: list[NearMiss] = []
     for value in graph.values:
-        operation = graph.operation(value)
-        if operation.kind not in ("softmax", "sdpa"):
+        if graph.operation(value).kind not in ("softmax", "sdpa"):
             continue
-        spelling = spell_fused(graph, operation) if operation.kind == "sdpa" else spell_softmax(graph, operation)
-        result = spelling if isinstance(spelling, NearMiss) else _site(graph, strict, layout, spelling, len(sites))
+        result = readers[graph.is_constant(value)].read(value, len(sites))
         if isinstance(result, NearMiss):
             misses.append(result)
         else:
             sites.append(result)
     return Scan(model, graph.frontend, tuple(sites), tuple(misses))
+
+
+class _Reader:
+    """A graph with its two tracers: through data movement alone, and through all that keeps positions."""
+
+    def __init__(self, graph: GraphView) -> None:
+        self.graph = graph
+        self.strict = Tracer(graph)
+        self.layout = Tracer(graph, lambda operation: crosses_layout(graph, operation))
+
+    def read(self, value: str, number: int) -> AttentionSite | NearMiss:
+        operation = self.graph.operation(value)
+        spell = spell_fused if operation.kind == "sdpa" else spell_softmax
+        found = spell(self.graph, operation)
+        return found if isinstance(found, NearMiss) else _site(self.graph, self.strict, self.layout, found, number)
 
 
 def _site(graph: GraphView, strict: Tracer, layout: Tracer, found: Spelling, number: int) -> AttentionSite | NearMiss:

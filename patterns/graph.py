@@ -97,3 +97,21 @@ def parameters_of(graph: GraphView, value: str) -> tuple[str, ...]:
             found[current] = None
         pending.extend(reversed(operation.inputs))
     return tuple(found)
+
+
+class ComputedConstants:
+    """A view in which what linear maps make of constants counts as tokens: the queries of a decoder's first layer."""
+
+    def __init__(self, graph: GraphView) -> None:
+        self._graph = graph
+        self._live: dict[str, bool] = {}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._graph, name)
+
+    def is_constant(self, value: str) -> bool:
+        if value not in self._live:
+            operation = self._graph.operation(value)
+            projects = operation.kind in ("linear", "matmul", "sdpa")
+            self._live[value] = projects or any(not self.is_constant(operand) for operand in operation.inputs)
+        return self._graph.is_constant(value) and not self._live[value]

@@ -101,11 +101,17 @@ class Fold:
 def fold_lead(graph: GraphView, layout: Tracer, query: Side, key: Side, value: Side) -> Fold | str:
     """Tell batch from heads, and tokens from channels; a reason where the origin of the elements does not tell."""
     found: dict[str, Coordinates] = {}
+    projected: set[str] = set()
     for role, side in (("query", query), ("key", key), ("value", value)):
         if graph.is_constant(side.value):
             continue
-        channel, token = coordinates(graph, layout.trace(side.value))
+        origin = layout.trace(side.value)
+        channel, token = coordinates(graph, origin)
+        if all(graph.operation(source).kind in ("linear", "conv") for source in origin.sources):
+            projected.add(role)
         found[role] = Coordinates(side.lines(channel), side.lines(token))
+    if projected:  # elsewhere the last axis is only a guess at the channels
+        found = {role: part for role, part in found.items() if role in projected}
     axis = _attended_axis([found[role] for role in ("query", "key") if role in found])
     for roles in (("query", "key", "value"), ("query", "key"), ("query",), ("key",), ("value",)):
         known = [found[role] for role in roles if role in found]

@@ -1,0 +1,144 @@
+"""The plan: which variant stands at which site, with which weights. JSON and safetensors, applied by any pass."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from attnrewrite.errors import InputError
+from attnrewrite.site import AttentionSite, Scan
+from attnrewrite.variants.base import Variant
+from attnrewrite.variants.registry import get_variant, option_values
+
+PLAN_FILE = "plan.json"
+WEIGHTS_FILE = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A variant at a site: what the site was when the plan was made, and the rewritten module's tensors."""
+
+    site: str
+    name: str
+    variant: Variant
+    heads: int
+    head_dim: int
+    n_queries: int
+    n_keys: int
+    fingerprint: str | None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def at(site: AttentionSite, variant: Variant, weights: Mapping[str, Tensor] | None = None) -> "Placement":
+        shape = (site.heads, site.head_dim, site.n_queries, site.n_keys)
+        return Placement(site.id, site.name, variant, *shape, site.fingerprint, weights or {})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Placements in graph order, and the parameters outside the sites that calibration refitted, by their names."""
+
+    model: str
+    placements: tuple[Placement, ...]
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Write plan.json and weights.safetensors into `folder`."""
+        document = _Document(
+            model=self.model,
+            placements=[
+                _Entry(
+                    site=p.site, name=p.name, variant=p.variant.name, options=option_values(p.variant), heads=p.heads,
+                    head_dim=p.head_dim, n_queries=p.n_queries, n_keys=p.n_keys, fingerprint=p.fingerprint,
+                )
+                for p in self.placements
+            ],
+        )  # fmt: skip
+        tensors = {f"sites.{p.site}.{name}": tensor for p in self.placements for name, tensor in p.weights.items()}
+        tensors |= {f"parameters.{name}": tensor for name, tensor in self.parameters.items()}
+        tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, folder / WEIGHTS_FILE)
+        (folder / PLAN_FILE).write_text(json.dumps(document.model_dump(), indent=1) + "\n")
+
+    @staticmethod
+    def load(folder: Path) -> "Plan":
+        """Read what `save` wrote. Raises InputError naming the file that is missing, damaged or of another version."""
+        document = _read_document(folder / PLAN_FILE)
+        try:
+            tensors = load_file(folder / WEIGHTS_FILE)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{folder / WEIGHTS_FILE}: cannot be read as safetensors ({error}); convert again") from error
+        placements = tuple(
+            Placement(
+                entry.site, entry.name, get_variant(entry.variant, entry.options), entry.heads, entry.head_dim,
+                entry.n_queries, entry.n_keys, entry.fingerprint, _under(tensors, f"sites.{entry.site}."),
+            )
+            for entry in document.placements
+        )  # fmt: skip
+        return Plan(document.model, placements, _under(tensors, "parameters."))
+
+
+def check_fits(plan: Plan, scan: Scan) -> None:
+    """Raise InputError naming the first site of the plan that the scanned model does not have."""
+    sites = {site.id: site for site in scan.sites}
+    for placement in plan.placements:
+        site = sites.get(placement.site)
+        where = f"{placement.site} ({placement.name})"
+        if site is None:
+            raise InputError(
+                f"plan does not fit {scan.model}: {where} is missing, the model has {len(sites)} sites; "
+                "apply the plan to the model that it was made from"
+            )
+        for attribute in ("heads", "head_dim", "n_queries", "n_keys", "fingerprint"):
+            mine, theirs = getattr(placement, attribute), getattr(site, attribute)
+            if mine != theirs:
+                raise InputError(
+                    f"plan does not fit {scan.model}: {where} has {attribute} {theirs}, the plan was made for {mine}; "
+                    "apply the plan to the model that it was made from"
+                )
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    site: str
+    name: str
+    variant: str
+    options: dict[str, Any]
+    heads: int
+    head_dim: int
+    n_queries: int
+    n_keys: int
+    fingerprint: str | None
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    version: Literal[1] = 1
+    model: str
+    placements: list[_Entry]
+
+
+def _read_document(path: Path) -> _Document:
+    try:
+        return _Document.model_validate_json(path.read_text())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); give a folder that convert wrote") from error
+    except (ValidationError, UnicodeDecodeError) as error:
+        what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise InputError(f"{path}: not a plan of this version ({what}); convert again") from error
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are equal to the bit."""
+    return left.shape == right.shape and left.dtype == right.dtype and bool(torch.equal(left, right))
