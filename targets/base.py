@@ -53,13 +53,17 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Run:
-    """A module in one runtime of a target. `call` runs it once; None where it cannot run here, for `reason`."""
+    """A module in one runtime of a target. `call` runs it once; None where it cannot run here, for `reason`.
+
+    `note` is what to know about how it was built.
+    """
 
     runtime: str
     call: Callable[[], object] | None
     max_abs_error: float | None
     size_bytes: int | None
     reason: str | None
+    note: str = ""
 
 
 class Target:

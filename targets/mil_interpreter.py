@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from attnrewrite.errors import InputError
-from attnrewrite.targets.mil_ops import DTYPES, OPERATORS
+from attnrewrite.targets import mil_movement, mil_ops
+from attnrewrite.targets.mil_ops import DTYPES
+
+OPERATORS = {**mil_ops.OPERATORS, **mil_movement.OPERATORS}
 
 
 @dataclass(frozen=True)

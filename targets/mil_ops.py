@@ -1,4 +1,4 @@
-"""The operators of Core ML's intermediate language (MIL) in torch, by their names and parameters there.
+"""The operators of Core ML's intermediate language (MIL) that compute, in torch.
 
 Each function takes an operator's inputs as MIL names them: tensors as torch tensors (constants too, numbers as tensors
 of rank 0), texts as str, lists of tensors as lists; inputs that MIL leaves out are absent. Source: the operators'
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-OPERATORS: dict[str, Callable[..., Any]] = {}
 
 DTYPES = {
     "fp16": torch.float16,
@@ -80,19 +78,6 @@ _REDUCTIONS: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
     "reduce_sum_square": lambda x, axes, keep: x.square().sum(axes, keep),
 }
 
-for _name, _unary in _UNARY.items():
-    OPERATORS[_name] = lambda x, f=_unary: f(x)
-for _name, _binary in _BINARY.items():
-    OPERATORS[_name] = lambda x, y, f=_binary: f(x, y)
-for _name, _reduce in _REDUCTIONS.items():
-    OPERATORS[_name] = lambda x, keep_dims, axes=None, f=_reduce: f(x, _axes(axes, x), bool(keep_dims))
-
-
-def operator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Enter a function into OPERATORS under its own name."""
-    OPERATORS[function.__name__] = function
-    return function
-
 
 def _axes(axes: Tensor | None, x: Tensor) -> list[int]:
     return list(range(x.dim())) if axes is None else [axis % x.dim() for axis in axes.tolist()]
@@ -101,59 +86,48 @@ def _axes(axes: Tensor | None, x: Tensor) -> list[int]:
 # Activations
 
 
-@operator
 def clip(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
     return x.clamp(alpha, beta)
 
 
-@operator
 def elu(x: Tensor, alpha: Tensor) -> Tensor:
     return F.elu(x, float(alpha))
 
 
-@operator
 def gelu(x: Tensor, mode: str) -> Tensor:
     if mode == "SIGMOID_APPROXIMATION":
         return x * torch.sigmoid(1.702 * x)
     return F.gelu(x, approximate="tanh" if mode == "TANH_APPROXIMATION" else "none")
 
 
-@operator
 def inverse(x: Tensor, epsilon: Tensor) -> Tensor:
     return 1 / (x + epsilon)
 
 
-@operator
 def leaky_relu(x: Tensor, alpha: Tensor) -> Tensor:
     return F.leaky_relu(x, float(alpha))
 
 
-@operator
 def log(x: Tensor, epsilon: Tensor) -> Tensor:
     return torch.log(x + epsilon)
 
 
-@operator
 def prelu(x: Tensor, alpha: Tensor) -> Tensor:
     return F.prelu(x, alpha)
 
 
-@operator
 def rsqrt(x: Tensor, epsilon: Tensor) -> Tensor:
     return torch.rsqrt(x + epsilon)
 
 
-@operator
 def sigmoid_hard(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
     return (alpha * x + beta).clamp(0, 1)
 
 
-@operator
 def softmax(x: Tensor, axis: Tensor) -> Tensor:
     return torch.softmax(x, int(axis))
 
 
-@operator
 def cast(x: Tensor, dtype: str) -> Tensor:
     # Rounding to float16 is the interpreter's, which does it wherever an output is declared so.
     kept = x.is_floating_point() and DTYPES[dtype].is_floating_point
@@ -163,28 +137,23 @@ def cast(x: Tensor, dtype: str) -> Tensor:
 # Products
 
 
-@operator
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-@operator
 def matmul(x: Tensor, y: Tensor, transpose_x: Tensor, transpose_y: Tensor) -> Tensor:
     x = x.transpose(-1, -2) if bool(transpose_x) else x
     return x @ (y.transpose(-1, -2) if bool(transpose_y) else y)
 
 
-@operator
 def einsum(values: list[Tensor], equation: str) -> Tensor:
     return torch.einsum(equation, *values)
 
 
-@operator
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, attn_mask)
 
 
-@operator
 def conv(
     x: Tensor,
     weight: Tensor,
@@ -201,7 +170,6 @@ def conv(
     return convolve(x, weight, bias, strides.tolist(), 0, dilations.tolist(), int(groups))
 
 
-@operator
 def avg_pool(
     x: Tensor,
     kernel_sizes: Tensor,
@@ -221,7 +189,6 @@ def avg_pool(
     return mean / share
 
 
-@operator
 def max_pool(
     x: Tensor, kernel_sizes: Tensor, strides: Tensor, pad_type: str, ceil_mode: Tensor, pad: Tensor | None = None
 ) -> Tensor:
@@ -251,7 +218,6 @@ def _padding(
 # Normalisation
 
 
-@operator
 def layer_norm(
     x: Tensor, epsilon: Tensor, axes: Tensor | None = None, gamma: Tensor | None = None, beta: Tensor | None = None
 ) -> Tensor:
@@ -263,7 +229,6 @@ def layer_norm(
     return result if beta is None else result + beta.reshape(shape)
 
 
-@operator
 def batch_norm(
     x: Tensor,
     mean: Tensor,
@@ -275,163 +240,45 @@ def batch_norm(
     return F.batch_norm(x, mean, variance, gamma, beta, eps=float(epsilon))
 
 
-@operator
 def instance_norm(x: Tensor, epsilon: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> Tensor:
     return F.instance_norm(x, weight=gamma, bias=beta, eps=float(epsilon))
 
 
-@operator
 def l2_norm(x: Tensor, epsilon: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum((-3, -2, -1), keepdim=True) + epsilon)
 
 
-# Movement of data
+_FUNCTIONS = (
+    clip,
+    elu,
+    gelu,
+    inverse,
+    leaky_relu,
+    log,
+    prelu,
+    rsqrt,
+    sigmoid_hard,
+    softmax,
+    cast,
+    linear,
+    matmul,
+    einsum,
+    scaled_dot_product_attention,
+    conv,
+    avg_pool,
+    max_pool,
+    layer_norm,
+    batch_norm,
+    instance_norm,
+    l2_norm,
+)
 
-
-@operator
-def reshape(x: Tensor, shape: Tensor) -> Tensor:
-    return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(shape.tolist())])
-
-
-@operator
-def transpose(x: Tensor, perm: Tensor) -> Tensor:
-    return x.permute(perm.tolist())
-
-
-@operator
-def squeeze(x: Tensor, axes: Tensor | None = None) -> Tensor:
-    return x.squeeze() if axes is None else x.squeeze(axes.tolist())
-
-
-@operator
-def expand_dims(x: Tensor, axes: Tensor) -> Tensor:
-    rank = x.dim() + len(axes)
-    for axis in sorted(axis % rank for axis in axes.tolist()):
-        x = x.unsqueeze(axis)
-    return x
-
-
-@operator
-def concat(values: list[Tensor], axis: Tensor, interleave: Tensor) -> Tensor:
-    if bool(interleave):
-        return torch.stack(values, int(axis) + 1).flatten(int(axis), int(axis) + 1)
-    return torch.cat(values, int(axis))
-
-
-@operator
-def stack(values: list[Tensor], axis: Tensor) -> Tensor:
-    return torch.stack(values, int(axis))
-
-
-@operator
-def split(x: Tensor, axis: Tensor, num_splits: Tensor | None = None, split_sizes: Tensor | None = None) -> Any:
-    if split_sizes is not None:
-        return x.split(split_sizes.tolist(), int(axis))
-    assert num_splits is not None
-    return x.chunk(int(num_splits), int(axis))
-
-
-@operator
-def slice_by_index(
-    x: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    stride: Tensor | None = None,
-    begin_mask: Tensor | None = None,
-    end_mask: Tensor | None = None,
-    squeeze_mask: Tensor | None = None,
-) -> Tensor:
-    none = torch.zeros(x.dim(), dtype=torch.bool)
-    begin_mask, end_mask, squeeze_mask = (
-        none if mask is None else mask for mask in (begin_mask, end_mask, squeeze_mask)
-    )
-    steps = [1] * x.dim() if stride is None else stride.tolist()
-    for axis, step in reversed(list(enumerate(steps))):
-        first, last = int(begin[axis]), int(end[axis])
-        if squeeze_mask[axis]:
-            x = x.select(axis, first)
-            continue
-        indices = range(x.shape[axis])[None if begin_mask[axis] else first : None if end_mask[axis] else last : step]
-        x = x.index_select(axis, torch.tensor(indices, dtype=torch.int64))
-    return x
-
-
-@operator
-def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Tensor:
-    for axis, (first, length) in enumerate(zip(begin.tolist(), size.tolist(), strict=True)):
-        x = x.narrow(axis, first, x.shape[axis] - first if length == -1 else length)
-    return x
-
-
-@operator
-def pad(x: Tensor, pad: Tensor, mode: str, constant_val: Tensor) -> Tensor:
-    pairs = pad.reshape(-1, 2).flip(0).flatten().tolist()
-    return F.pad(x, pairs, mode, float(constant_val)) if mode == "constant" else F.pad(x, pairs, mode)
-
-
-@operator
-def tile(x: Tensor, reps: Tensor) -> Tensor:
-    return x.repeat(reps.tolist())
-
-
-@operator
-def gather(
-    x: Tensor, indices: Tensor, axis: Tensor, batch_dims: Tensor, validate_indices: Tensor | None = None
-) -> Tensor:
-    assert int(batch_dims) == 0, "gather over batches"
-    dim = int(axis) % x.dim()
-    rows = x.index_select(dim, indices.long().reshape(-1) % x.shape[dim])
-    return rows.reshape(x.shape[:dim] + indices.shape + x.shape[dim + 1 :])
-
-
-@operator
-def gather_along_axis(x: Tensor, indices: Tensor, axis: Tensor, validate_indices: Tensor | None = None) -> Tensor:
-    return x.gather(int(axis), indices.long())
-
-
-@operator
-def select(cond: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(cond.bool(), a, b)
-
-
-@operator
-def fill(shape: Tensor, value: Tensor) -> Tensor:
-    return value.expand(shape.tolist())
-
-
-@operator
-def fill_like(ref_tensor: Tensor, value: Tensor) -> Tensor:
-    return value.expand(ref_tensor.shape)
-
-
-@operator
-def band_part(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    x = x.triu(-int(lower)) if int(lower) >= 0 else x
-    return x.tril(int(upper)) if int(upper) >= 0 else x
-
-
-@operator
-def pixel_shuffle(x: Tensor, upscale_factor: Tensor) -> Tensor:
-    return F.pixel_shuffle(x, int(upscale_factor))
-
-
-@operator
-def resize_nearest_neighbor(x: Tensor, target_size_height: Tensor, target_size_width: Tensor) -> Tensor:
-    return F.interpolate(x, size=(int(target_size_height), int(target_size_width)), mode="nearest")
-
-
-@operator
-def upsample_nearest_neighbor(x: Tensor, scale_factor_height: Tensor, scale_factor_width: Tensor) -> Tensor:
-    return F.interpolate(x, scale_factor=(float(scale_factor_height), float(scale_factor_width)), mode="nearest")
-
-
-@operator
-def upsample_bilinear(
-    x: Tensor,
-    scale_factor_height: Tensor,
-    scale_factor_width: Tensor,
-    align_corners: Tensor,
-    half_pixel_centers: Tensor | None = None,
-) -> Tensor:
-    factors = (float(scale_factor_height), float(scale_factor_width))
-    return F.interpolate(x, scale_factor=factors, mode="bilinear", align_corners=bool(align_corners))
+OPERATORS: dict[str, Callable[..., Any]] = {
+    **{name: lambda x, f=function: f(x) for name, function in _UNARY.items()},
+    **{name: lambda x, y, f=function: f(x, y) for name, function in _BINARY.items()},
+    **{
+        name: lambda x, keep_dims, axes=None, f=function: f(x, _axes(axes, x), bool(keep_dims))
+        for name, function in _REDUCTIONS.items()
+    },
+    **{function.__name__: function for function in _FUNCTIONS},
+}

@@ -145,7 +145,20 @@ def _global(name: str) -> Any:
     return tvm.get_global_func(name)
 
 
+def _index(node: Any, importer: Any) -> Any:
+    """Indexing along one axis. The importer's own reads out of bounds where an index is negative."""
+    from tvm import relax
+
+    values, indices = importer.retrieve_args(node)[:2]
+    used = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+    if len(used) != 1:
+        return importer.create_convert_map()["index.Tensor"](node)
+    axis, index = used[0]
+    return importer.block_builder.emit(relax.op.take(values, index, axis=axis, mode="wrap"))
+
+
 # Operators that torch.export leaves in the graph and TVM's importer lacks, in terms of those it has.
 _CONVERTERS: dict[str, Callable[[Any, Any], Any]] = {
     "_unsafe_view.default": lambda node, importer: importer.convert_map["view.default"](node),
+    "index.Tensor": _index,
 }
