@@ -1,0 +1,163 @@
+"""Core ML's operators that move data: shapes, slices, gathers, resampling. Called as those of mil_ops are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def reshape(x: Tensor, shape: Tensor) -> Tensor:
+    return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(shape.tolist())])
+
+
+def transpose(x: Tensor, perm: Tensor) -> Tensor:
+    return x.permute(perm.tolist())
+
+
+def squeeze(x: Tensor, axes: Tensor | None = None) -> Tensor:
+    return x.squeeze() if axes is None else x.squeeze(axes.tolist())
+
+
+def expand_dims(x: Tensor, axes: Tensor) -> Tensor:
+    rank = x.dim() + len(axes)
+    for axis in sorted(axis % rank for axis in axes.tolist()):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def concat(values: list[Tensor], axis: Tensor, interleave: Tensor) -> Tensor:
+    if bool(interleave):
+        return torch.stack(values, int(axis) + 1).flatten(int(axis), int(axis) + 1)
+    return torch.cat(values, int(axis))
+
+
+def stack(values: list[Tensor], axis: Tensor) -> Tensor:
+    return torch.stack(values, int(axis))
+
+
+def split(x: Tensor, axis: Tensor, num_splits: Tensor | None = None, split_sizes: Tensor | None = None) -> Any:
+    if split_sizes is not None:
+        return x.split(split_sizes.tolist(), int(axis))
+    assert num_splits is not None
+    return x.chunk(int(num_splits), int(axis))
+
+
+def slice_by_index(
+    x: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    stride: Tensor | None = None,
+    begin_mask: Tensor | None = None,
+    end_mask: Tensor | None = None,
+    squeeze_mask: Tensor | None = None,
+) -> Tensor:
+    none = torch.zeros(x.dim(), dtype=torch.bool)
+    begin_mask, end_mask, squeeze_mask = (
+        none if mask is None else mask for mask in (begin_mask, end_mask, squeeze_mask)
+    )
+    steps = [1] * x.dim() if stride is None else stride.tolist()
+    for axis, step in reversed(list(enumerate(steps))):
+        first, last = int(begin[axis]), int(end[axis])
+        if squeeze_mask[axis]:
+            x = x.select(axis, first)
+            continue
+        indices = range(x.shape[axis])[None if begin_mask[axis] else first : None if end_mask[axis] else last : step]
+        x = x.index_select(axis, torch.tensor(indices, dtype=torch.int64))
+    return x
+
+
+def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Tensor:
+    for axis, (first, length) in enumerate(zip(begin.tolist(), size.tolist(), strict=True)):
+        x = x.narrow(axis, first, x.shape[axis] - first if length == -1 else length)
+    return x
+
+
+def pad(x: Tensor, pad: Tensor, mode: str, constant_val: Tensor) -> Tensor:
+    pairs = pad.reshape(-1, 2).flip(0).flatten().tolist()
+    return F.pad(x, pairs, mode, float(constant_val)) if mode == "constant" else F.pad(x, pairs, mode)
+
+
+def tile(x: Tensor, reps: Tensor) -> Tensor:
+    return x.repeat(reps.tolist())
+
+
+def gather(
+    x: Tensor, indices: Tensor, axis: Tensor, batch_dims: Tensor, validate_indices: Tensor | None = None
+) -> Tensor:
+    assert int(batch_dims) == 0, "gather over batches"
+    dim = int(axis) % x.dim()
+    rows = x.index_select(dim, indices.long().reshape(-1) % x.shape[dim])
+    return rows.reshape(x.shape[:dim] + indices.shape + x.shape[dim + 1 :])
+
+
+def gather_along_axis(x: Tensor, indices: Tensor, axis: Tensor, validate_indices: Tensor | None = None) -> Tensor:
+    return x.gather(int(axis), indices.long())
+
+
+def select(cond: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(cond.bool(), a, b)
+
+
+def fill(shape: Tensor, value: Tensor) -> Tensor:
+    return value.expand(shape.tolist())
+
+
+def fill_like(ref_tensor: Tensor, value: Tensor) -> Tensor:
+    return value.expand(ref_tensor.shape)
+
+
+def band_part(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    x = x.triu(-int(lower)) if int(lower) >= 0 else x
+    return x.tril(int(upper)) if int(upper) >= 0 else x
+
+
+def pixel_shuffle(x: Tensor, upscale_factor: Tensor) -> Tensor:
+    return F.pixel_shuffle(x, int(upscale_factor))
+
+
+def resize_nearest_neighbor(x: Tensor, target_size_height: Tensor, target_size_width: Tensor) -> Tensor:
+    return F.interpolate(x, size=(int(target_size_height), int(target_size_width)), mode="nearest")
+
+
+def upsample_nearest_neighbor(x: Tensor, scale_factor_height: Tensor, scale_factor_width: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=(float(scale_factor_height), float(scale_factor_width)), mode="nearest")
+
+
+def upsample_bilinear(
+    x: Tensor,
+    scale_factor_height: Tensor,
+    scale_factor_width: Tensor,
+    align_corners: Tensor,
+    half_pixel_centers: Tensor | None = None,
+) -> Tensor:
+    factors = (float(scale_factor_height), float(scale_factor_width))
+    return F.interpolate(x, scale_factor=factors, mode="bilinear", align_corners=bool(align_corners))
+
+
+_FUNCTIONS = (
+    reshape,
+    transpose,
+    squeeze,
+    expand_dims,
+    concat,
+    stack,
+    split,
+    slice_by_index,
+    slice_by_size,
+    pad,
+    tile,
+    gather,
+    gather_along_axis,
+    select,
+    fill,
+    fill_like,
+    band_part,
+    pixel_shuffle,
+    resize_nearest_neighbor,
+    upsample_nearest_neighbor,
+    upsample_bilinear,
+)
+
+OPERATORS: dict[str, Callable[..., Any]] = {function.__name__: function for function in _FUNCTIONS}
