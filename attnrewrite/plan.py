@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -138,7 +137,3 @@ def _read_document(path: Path) -> _Document:
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-
-def same(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal to the bit."""
-    return left.shape == right.shape and left.dtype == right.dtype and bool(torch.equal(left, right))

@@ -1,0 +1,226 @@
+"""The verbs, as Python functions: explain, convert, evaluate, lower, compare."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.capture import capture
+from attnrewrite.checks import rewritten_sites
+from attnrewrite.conversion import Conversion, convert_source, deployed
+from attnrewrite.data import Images, load_images
+from attnrewrite.errors import InputError
+from attnrewrite.evaluate import Evaluation, evaluate_modules
+from attnrewrite.files import staged
+from attnrewrite.patterns.attention import scan
+from attnrewrite.patterns.fx import FxGraph
+from attnrewrite.report import Comparison
+from attnrewrite.site import Scan
+from attnrewrite.sources import Source, load_source
+from attnrewrite.targets.base import Artifact, get_target
+from attnrewrite.variants.registry import get_variant, variants
+
+Model = Any  # an nn.Module, an ExportedProgram, a Source, a Conversion, or a string or path that names a model
+Data = str | Path | Images | Iterable[Tensor]
+Progress = Callable[[str, int, int], None]
+
+
+def explain(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Scan:
+    """Every attention of a model, as a site or as a near miss with its reason.
+
+    `how` is what `load_source` takes: checkpoint, input_size, mean, std.
+
+    Raises:
+        InputError: the model cannot be loaded or captured.
+    """
+    loaded = _load(source, example_inputs, **how)
+    captured = capture(loaded.name, loaded.model or loaded.program, loaded.example_inputs)  # type: ignore[arg-type]
+    return scan(FxGraph(captured.module), loaded.name)
+
+
+def supported(found: Scan) -> dict[str, dict[str, bool | str]]:
+    """For each site id, what each variant says of it: True, or why it cannot stand there."""
+    known = {name: get_variant(name) for name in variants()}
+    return {site.id: {name: v.refuse(site) or True for name, v in known.items()} for site in found.sites}
+
+
+def convert(
+    source: Model,
+    example_inputs: tuple[Tensor, ...] | None = None,
+    *,
+    variant: str = "l1",
+    options: Mapping[str, Any] | None = None,
+    calibration: Data | None = None,
+    samples: int = 1000,
+    steps: int = 0,
+    keep: Sequence[str] = (),
+    seed: int = 0,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    **how: Any,
+) -> Conversion:
+    """Replace a model's attention by `variant`, weights carried over, and repair the accuracy without labels.
+
+    Args:
+        calibration: images of the kind the model was trained on (labels are not used); None: weights are copied only.
+        samples: how many of them to use. steps: of distillation after the closed-form fit.
+        keep: ids or names of sites that stay as they are.
+        how: checkpoint, input_size, mean, std, as `load_source` takes them.
+
+    Raises:
+        NothingMatchedError: no attention, or none that the variant supports.
+        CheckFailedError: a result does not agree with its reference.
+        InputError: anything given cannot be used.
+    """
+    chosen = get_variant(variant, options)
+    loaded = _load(source, example_inputs, **how)
+    images = None if calibration is None else load_images(calibration).sample(samples, seed)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    return convert_source(loaded, chosen, images=images, keep=keep, steps=steps, seed=seed, progress=progress)
+
+
+def evaluate(
+    source: Model,
+    data: Data,
+    *,
+    original: Model | None = None,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+    **how: Any,
+) -> dict[str, Evaluation]:
+    """Top-1 of a model and, where there is an original, its agreement with it. The model asked for comes last.
+
+    The original of a converted folder is loaded again from where it came.
+
+    Raises:
+        InputError: a model or the data cannot be used.
+    """
+    loaded = _load(source, None, **how)
+    reference = _original(source, loaded, original)
+    modules = {loaded.name: runnable(loaded)}
+    batch = batch_size
+    fixed = _fixed_batch(loaded)
+    if fixed is not None:
+        batch = fixed
+    if reference is not None:
+        modules = {f"{reference.name} (original)": runnable(reference), **modules}
+    first = next(iter(modules)) if reference is not None else None
+    return evaluate_modules(
+        modules, load_images(data), loaded.preprocessing, input_size=loaded.input_size, reference=first,
+        batch_size=batch, progress=progress,
+    )  # fmt: skip
+
+
+def lower(
+    source: Model,
+    target: str,
+    out: str | Path,
+    *,
+    example_inputs: tuple[Tensor, ...] | None = None,
+    force: bool = False,
+    threads: int | None = None,
+    **how: Any,
+) -> Artifact:
+    """Compile a model for a target into the new folder `out`, checked against the model on the same input.
+
+    Raises:
+        InputError: unknown target, or one that cannot build here; the folder exists.
+        CheckFailedError: the artifact does not agree with the model; nothing is left behind.
+    """
+    chosen = get_target(target)
+    loaded = _load(source, example_inputs, **how)
+    inputs = tuple(t[:1] for t in loaded.example_inputs) if _fixed_batch(loaded) is None else loaded.example_inputs
+    with staged(Path(out), force=force) as folder:
+        artifact = chosen.lower(loaded.name, runnable(loaded), inputs, folder, threads=threads or 1)
+    return replace(artifact, path=Path(out))
+
+
+def compare(
+    models: Mapping[str, Model],
+    example_inputs: tuple[Tensor, ...] | None = None,
+    *,
+    targets: Sequence[str] = ("host",),
+    data: Data | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    **how: Any,
+) -> Comparison:
+    """One row for each (model, target, runtime): measured, estimated, or unavailable with the reason.
+
+    The first model is what the others' agreement is taken against.
+
+    Raises:
+        InputError: a model, a target or the data cannot be used.
+    """
+    from attnrewrite.compare import CompareModel, compare_models
+
+    compared = {}
+    for name, model in models.items():
+        loaded = _load(model, example_inputs, **how)
+        inputs = tuple(t[:1] for t in loaded.example_inputs) if _fixed_batch(loaded) is None else loaded.example_inputs
+        compared[name] = CompareModel(name, runnable(loaded), inputs, loaded.preprocessing, sites_of(model, loaded))
+    images = None if data is None else load_images(data)
+    return compare_models(compared, targets, images, threads=threads or 1, progress=progress)
+
+
+def runnable(source: Source) -> nn.Module:
+    """The source as a module in evaluation mode."""
+    if source.model is not None:
+        return source.model.eval()
+    assert source.program is not None
+    return source.program.module()
+
+
+def sites_of(model: Model, loaded: Source) -> tuple[dict[str, Any], ...]:
+    """What stands at each site of a model: from its conversion where it is one, else as found."""
+    if isinstance(model, Conversion):
+        return tuple(model.report["sites"])
+    if loaded.folder is not None:
+        import json
+
+        return tuple(json.loads((loaded.folder / "report.json").read_text())["sites"])
+    found = explain(loaded)
+    told = ("id", "name", "heads", "head_dim", "n_queries", "n_keys")
+    return tuple({key: getattr(site, key) for key in told} | {"variant": "softmax", "note": None} for site in found.sites)
+
+
+def _load(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Source:
+    if isinstance(source, Conversion):
+        name = f"{source.report['model']} ({source.report['variant']})"
+        return Source(name, deployed(source.module), None, source.example_inputs, source.preprocessing, source.origin)
+    return load_source(source, example_inputs, **how)
+
+
+def _original(source: Model, loaded: Source, original: Model | None) -> Source | None:
+    """What a model is held against: what is given, or what it was converted from."""
+    if original is not None:
+        return _load(original)
+    if isinstance(source, Conversion):
+        return Source(str(source.report["model"]), source.original, None, source.example_inputs, source.preprocessing)
+    if loaded.folder is None or loaded.origin is None:
+        return None
+    try:
+        return loaded.origin.load()
+    except InputError as error:
+        import logging
+
+        logging.getLogger("attnrewrite").warning("no agreement: the original cannot be loaded again (%s)", error)
+        return None
+
+
+def _fixed_batch(source: Source) -> int | None:
+    """The only batch size that an exported program takes, or None."""
+    if source.program is None:
+        return None
+    names = set(source.program.graph_signature.user_inputs)
+    first = next(n for n in source.program.graph.nodes if n.op == "placeholder" and n.name in names)
+    size = first.meta["val"].shape[0]
+    return size if isinstance(size, int) else None
+
+
+__all__ = ["Conversion", "compare", "convert", "evaluate", "explain", "lower", "rewritten_sites", "supported"]
