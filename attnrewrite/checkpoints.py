@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from attnrewrite.errors import InputError
+from attnrewrite.files import check_file
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
@@ -87,23 +88,6 @@ def _tensors_only() -> Iterator[None]:
             os.environ[variable] = before
 
 
-def check_file(path: Path, what: str) -> None:
-    """Raise InputError unless `path` is a readable file that is not a web page or a placeholder of one."""
-    if path.is_dir():
-        raise InputError(f"{path} is a folder: the {what} is a file in it")
-    try:
-        with path.open("rb") as file:
-            head = file.read(64)
-    except OSError as error:
-        raise InputError(f"cannot read the {what} {path}: {error.strerror}") from error
-    if not head:
-        raise InputError(f"{path} is empty: fetch the {what} again")
-    if head.lstrip().startswith((b"<", b"\xef\xbb\xbf<")):
-        raise InputError(f"{path} is a web page, not a {what}: fetch the file itself (its raw download)")
-    if head.startswith(b"version https://git-lfs"):
-        raise InputError(f"{path} is a Git LFS pointer, not a {what}: fetch the file with git lfs pull")
-
-
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -124,7 +108,9 @@ def _read_pickle(path: Path) -> Any:
         except pickle.UnpicklingError as error:
             refused = re.search(r"GLOBAL (\S+)", str(error))
             if refused is None:
-                raise InputError(f"{path} is damaged or is not a PyTorch checkpoint: fetch it again") from error
+                raise InputError(
+                    f"{path} is damaged, or a pickle that torch.save did not write (nothing in it was run): fetch it again"
+                ) from error
             raise InputError(
                 f"{path} was not loaded: it would run code ({refused[1]}) and only tensors are read. "
                 "Ask its author for a state dict, or for safetensors"

@@ -230,7 +230,7 @@ def variants(run: RunOptions) -> Outcome:
     from attnrewrite.variants.registry import option_values
     from attnrewrite.variants.registry import variants as known
 
-    listed = [
+    listed: list[dict[str, Any]] = [
         {"name": name, "summary": kind.summary, "source": kind.source, "options": option_values(kind())}
         for name, kind in known().items()
     ]
@@ -247,7 +247,7 @@ def targets(run: RunOptions) -> Outcome:
     """List the targets, and whether this machine can build and measure for each."""
     from attnrewrite.targets.base import targets as known
 
-    listed = [
+    listed: list[dict[str, Any]] = [
         {"name": name, "summary": target.summary, **_able(target.availability())} for name, target in known().items()
     ]
     rows = [

@@ -124,7 +124,7 @@ def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with a parameter for each field of the dataclasses that it takes."""
     hints = get_type_hints(function, include_extras=True)
     hints.pop("return", None)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in groups:

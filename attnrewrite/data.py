@@ -14,6 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from attnrewrite.errors import InputError
+from attnrewrite.files import check_file
 from attnrewrite.preprocessing import Preprocessing, Size, format_size
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -176,7 +177,7 @@ def load_images(data: "str | Path | Images | Iterable") -> Images:
             return _from_folder(path)
         if path.suffix == ".npz":
             return _from_npz(path)
-        problem = "is not a folder or an .npz file" if path.exists() else "does not exist"
+        problem = "is neither" if path.exists() else "does not exist"
         raise InputError(f"{path} {problem}: images are a folder of them, or an .npz with x (uint8) and optionally y")
     if isinstance(data, np.ndarray):
         return Images(_array(data, "the array"))
@@ -207,7 +208,10 @@ def _from_folder(folder: Path) -> Images:
 
 
 def _from_npz(path: Path) -> Images:
+    check_file(path, ".npz")
     try:
+        if not zipfile.is_zipfile(path):
+            raise zipfile.BadZipFile
         with np.load(path, allow_pickle=False) as archive:
             content = {name: archive[name] for name in archive.files if name in ("x", "y")}
             names = archive.files

@@ -110,12 +110,12 @@ def _logits(name: str, module: nn.Module, pixels: Tensor) -> Tensor:
 
 def _check_classes(name: str, logits: Tensor, labels: Tensor | None, images: Images) -> None:
     count = logits.shape[1]
-    if labels is not None and int(labels.max()) >= count:
-        raise InputError(
-            f"{name} has {count} classes and the data a label {int(labels.max())}: is it the model's own data?"
-        )
     if images.classes and len(images.classes) != count:
         raise InputError(
             f"{name} has {count} classes and the data {len(images.classes)} class folders, so that the labels (folders "
             "in order) would be wrong: add empty folders for the classes that are absent, or give an .npz with y"
+        )
+    if labels is not None and int(labels.max()) >= count:
+        raise InputError(
+            f"{name} has {count} classes and the data a label {int(labels.max())}: is it the model's own data?"
         )

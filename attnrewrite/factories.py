@@ -10,8 +10,8 @@ from types import ModuleType
 
 from torch import nn
 
-from attnrewrite.checkpoints import check_file
 from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.files import check_file
 from attnrewrite.libraries import fixed_seed
 
 
@@ -61,7 +61,7 @@ def _functions(path: Path) -> list[str]:
 @contextmanager
 def _importable(path: Path) -> Iterator[ModuleType]:
     """A module to be filled from `path`; what lies beside the file can be imported, as when Python runs it."""
-    spec = importlib.util.spec_from_file_location(f"attnrewrite_source_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"attnrewrite_source_{path.stem}", path.absolute())
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look their module up
@@ -76,7 +76,7 @@ def _located(error: BaseException, path: Path) -> str:
     """The class, message and line of an error that user code raised, in one line."""
     line, trace = None, error.__traceback__
     while trace is not None:
-        if Path(trace.tb_frame.f_code.co_filename) == path:
+        if Path(trace.tb_frame.f_code.co_filename) == path.absolute():
             line = trace.tb_lineno
         trace = trace.tb_next
     text = (str(error).strip() or "no message").splitlines()[0]

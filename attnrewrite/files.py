@@ -1,12 +1,30 @@
-"""Output folders that appear whole or not at all."""
+"""Files in, with what is wrong with them said in one line; folders out, which appear whole or not at all."""
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from attnrewrite.errors import InputError
+
+
+def check_file(path: Path, what: str) -> None:
+    """Raise InputError unless `path` is a readable file that is not a web page or a placeholder of one."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder: the {what} is a file in it")
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise InputError(f"cannot read the {what} {path}: {error.strerror}") from error
+    if not head:
+        raise InputError(f"{path} is empty: fetch the {what} again")
+    if head.lstrip().startswith((b"<", b"\xef\xbb\xbf<")):
+        raise InputError(f"{path} is a web page, not a {what}: fetch the file itself (its raw download)")
+    if head.startswith(b"version https://git-lfs"):
+        raise InputError(f"{path} is a Git LFS pointer, not a {what}: fetch the file with git lfs pull")
 
 
 def check_free(out: Path, *, force: bool) -> None:
@@ -33,7 +51,7 @@ def staged(out: Path, *, force: bool) -> Iterator[Path]:
     """
     out = Path(out).expanduser().absolute()
     check_free(out, force=force)
-    stage = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    stage = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     kept = _nearest_existing(out.parent)
     try:
         try:

@@ -16,9 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from attnrewrite.checkpoints import SUFFIXES, check_file, load_checkpoint, read_program
+from attnrewrite.checkpoints import SUFFIXES, load_checkpoint, read_program
 from attnrewrite.errors import InputError, unknown_name
 from attnrewrite.factories import call_factory
+from attnrewrite.files import check_file
 from attnrewrite.libraries import LIBRARIES, PRETRAINED, build
 from attnrewrite.preprocessing import Preprocessing, Size, format_size, override, parse_size
 
@@ -74,7 +75,7 @@ class Source:
 
 def load_source(
     source: "str | Path | nn.Module | ExportedProgram | Source",
-    example_inputs: tuple[Tensor, ...] | None = None,
+    example_inputs: Tensor | Sequence[Tensor] | None = None,
     *,
     checkpoint: str | Path | None = None,
     input_size: str | Sequence[int] | None = None,
@@ -107,10 +108,11 @@ def load_source(
     else:
         raise InputError(f"a {type(source).__name__} is not a model: give an nn.Module, an ExportedProgram or a name")
     if example_inputs is None:
-        example_inputs = _example(size) if size and loaded.model is not None else loaded.example_inputs
-    if not example_inputs:
+        inputs = _example(size) if size and loaded.model is not None else loaded.example_inputs
+    else:
+        inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    if not inputs:
         raise InputError(f"{loaded.name}: the size of its input is not known: give --input-size, such as 3x224x224")
-    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
     loaded = replace(loaded, example_inputs=inputs, preprocessing=override(loaded.preprocessing, mean, std))
     _check_runs(loaded, size)
     return replace(loaded, origin=_describe(loaded.origin, loaded) if loaded.origin else None)
@@ -155,6 +157,8 @@ def _from_spec(spec: str, checkpoint: str | None, size: Size | None) -> Source:
         return _from_library(library, name, checkpoint, size)
     if re.search(r"\.py(:|$)", spec):
         return _from_factory(spec, checkpoint)
+    if re.match(r"\w+://", spec):
+        raise InputError(f"{spec} is an address: download the file first")
     if path.is_dir():
         return _from_folder(path, checkpoint)
     if path.suffix == ".pt2":
@@ -167,8 +171,6 @@ def _from_spec(spec: str, checkpoint: str | None, size: Size | None) -> Source:
         raise InputError(
             f"{path} holds weights, not a model: give the model (timm:NAME, file.py:factory) and --checkpoint {path}"
         )
-    if re.match(r"\w+://", spec):
-        raise InputError(f"{spec} is an address: download the file first")
     if colon and re.fullmatch(r"[\w-]+", library):
         raise unknown_name("kind of model", library, LIBRARIES)
     raise InputError(
