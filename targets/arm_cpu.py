@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnrewrite.targets import check, tvm_compat
+from attnrewrite.targets import check, qemu, tvm_compat
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
-from attnrewrite.targets.prepare import reference, specialise
+from attnrewrite.targets.prepare import arrays, reference, specialise
 
-CROSS_COMPILER = "aarch64-linux-gnu-g++"
-NOT_MEASURED = "needs an ARM device, and there is none here"
+ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
+NOT_MEASURED = "measured on an ARM device only, with the library copied there or as target host"
+EMULATION_S = 120
 
 
 class ArmCpu(Target):
@@ -28,15 +29,18 @@ class ArmCpu(Target):
     ) -> Artifact:
         self.require_build()
         program = tvm_compat.import_program(specialise(module, example_inputs))
-        notes = _export(tvm_compat.build(program, tvm_compat.profile(self.name)), out)
-        host = tvm_compat.build(program, tvm_compat.host_profile())
-        found = tvm_compat.bind(host, example_inputs, threads)()
+        library, notes = _export(tvm_compat.build(program, tvm_compat.profile(self.name)), out)
+        try:
+            found, how = qemu.execute(library, arrays(example_inputs), EMULATION_S), "ran under qemu-aarch64"
+        except qemu.Unavailable as reason:
+            host = tvm_compat.build(program, tvm_compat.host_profile())
+            found, how = tvm_compat.bind(host, example_inputs, threads)(), f"{ON_HOST}: {reason}"
         agreement = check.agree(f"{name} for {self.name}", found, reference(module, example_inputs), check.FLOAT32)
         return self.artifact(
             name,
             out,
             agreement,
-            check="same program compiled for this host and run; aarch64 code not executed",
+            check=how,
             schedule=tvm_compat.DEFAULT_SCHEDULE,
             notes=notes,
         )
@@ -47,10 +51,9 @@ class ArmCpu(Target):
         return (Run("tvm", None, None, None, NOT_MEASURED),)
 
 
-def _export(executable: Any, out: Path) -> tuple[str, ...]:
+def _export(executable: Any, out: Path) -> tuple[Path, tuple[str, ...]]:
     """Write the library, or its objects where no cross-linker is there, and say so."""
-    if shutil.which(CROSS_COMPILER):
-        tvm_compat.export_library(executable, out / "model.so", CROSS_COMPILER)
-        return ()
-    tvm_compat.export_objects(executable, out / "model.tar")
-    return (f"object files instead of a library: {CROSS_COMPILER} is not installed to link them",)
+    if shutil.which(qemu.CROSS_COMPILER):
+        return tvm_compat.export_library(executable, out / "model.so", qemu.CROSS_COMPILER), ()
+    note = f"object files instead of a library: {qemu.CROSS_COMPILER} is not installed to link them"
+    return tvm_compat.export_objects(executable, out / "model.tar"), (note,)

@@ -2,10 +2,11 @@
 
 It hides: tvm.relax.frontend.torch (from_exported_program, ExportedProgramImporter.create_convert_map), tvm.relax.build,
 get_default_pipeline and VirtualMachine, tvm.target.Target, tvm.runtime (tensor, load_module, Executable.export_library,
-Module.imports, inspect_source), tvm.support.cc.cross_compiler, and the global functions runtime.config_threadpool,
-tvm.codegen.llvm.GetHostCPUName and GetHostCPUFeatures.
+Module.imports, inspect_source), tvm.support.cc.cross_compiler, tvm_ffi.libinfo, and the global functions
+runtime.config_threadpool, tvm.codegen.llvm.GetHostCPUName and GetHostCPUFeatures.
 """
 
+import importlib.metadata
 import os
 import shutil
 import tomllib
@@ -28,6 +29,18 @@ DEFAULT_SCHEDULE = "TVM's default pipeline (no attnrewrite schedules yet)"
 def why_missing() -> str | None:
     """Why TVM cannot be used here, or None when it can. Does not import it."""
     return None if find_spec("tvm") else "apache-tvm is not installed (pip install 'attnrewrite[tvm]')"
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that TVM's runtime consists of."""
+    return {package: importlib.metadata.version(package) for package in ("apache-tvm", "apache-tvm-ffi")}
+
+
+def include_paths() -> list[str]:
+    """Where the C++ headers of TVM's foreign function interface lie."""
+    from tvm_ffi import libinfo
+
+    return [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
 
 
 def profile(name: str) -> dict[str, Any]:
