@@ -157,13 +157,15 @@ def compare(
     Raises:
         InputError: a model, a target or the data cannot be used.
     """
-    from attnrewrite.compare import CompareModel, compare_models
+    from attnrewrite.comparison import CompareModel, compare_models
 
     compared = {}
     for name, model in models.items():
         loaded = _load(model, example_inputs, **how)
         inputs = tuple(t[:1] for t in loaded.example_inputs) if _fixed_batch(loaded) is None else loaded.example_inputs
-        compared[name] = CompareModel(name, runnable(loaded), inputs, loaded.preprocessing, sites_of(model, loaded))
+        compared[name] = CompareModel(
+            name, runnable(loaded), inputs, loaded.preprocessing, sites_of(model, loaded), _fixed_batch(loaded)
+        )
     images = None if data is None else load_images(data)
     return compare_models(compared, targets, images, threads=threads or 1, progress=progress)
 
