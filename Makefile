@@ -9,25 +9,46 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO := out/demo
+DIGITS := --input-size 1x64x64 --mean 0.5 --std 0.5
+BUILDABLE = $(shell $(BIN)/attnrewrite targets --json | $(BIN)/python -c 'import json, sys; \
+	print(*[t["name"] for t in json.load(sys.stdin)["targets"] if t["build"] is True])')
 
 .PHONY: demo test bench lint venv clean
 
-venv: $(READY)
-
-# The virtual environment is made without pip and filled from outside: Debian's python3 has no ensurepip.
-$(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attnrewrite needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
-	$(PYTHON) -m venv --without-pip $(VENV)
-	$(PYTHON) -m pip --python $(BIN)/python install --quiet pip '$(TORCH)' -e '.[dev]'
-	@touch $@
+demo: venv
+	$(BIN)/python examples/digits.py --out $(DEMO)/digits
+	$(BIN)/attnrewrite convert examples/digits.py:digits_vit --checkpoint examples/digits_vit.safetensors $(DIGITS) \
+		--variant l1 --calibrate $(DEMO)/digits/calibration.npz --out $(DEMO)/l1 --force
+	$(BIN)/attnrewrite evaluate $(DEMO)/l1 --data $(DEMO)/digits/test.npz
+	for target in $(BUILDABLE); do \
+		$(BIN)/attnrewrite lower $(DEMO)/l1 --target $$target --out $(DEMO)/$$target --force || exit; done
+	$(BIN)/attnrewrite compare original=examples/digits.py:trained_digits_vit l1=$(DEMO)/l1 $(DIGITS) \
+		--target host --target arm-cpu --target gpu --target coreml-npu \
+		--data $(DEMO)/digits/test.npz --out $(DEMO)/comparison --force
+	cp $(DEMO)/comparison/report.html $(DEMO)/report.html
+	@echo "the report: $(DEMO)/report.html"
 
 test: venv
 	$(BIN)/python -m pytest -n $(JOBS)
+
+bench: venv
+	$(BIN)/python examples/train_digits_vit.py --check
 
 lint: venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+venv: $(READY)
+
+# The virtual environment is made without pip and filled from outside: Debian's python3 has no ensurepip.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"attnrewrite needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet pip '$(TORCH)' -e '.[dev]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info

@@ -28,7 +28,7 @@ FLOORS = (
     ("attnrewrite.errors", "attnrewrite.site", "attnrewrite._torchvision"),
     ("attnrewrite.patterns",),
     ("attnrewrite.variants",),
-    ("attnrewrite.plan", "attnrewrite.capture", "attnrewrite.passes"),
+    ("attnrewrite.einsum", "attnrewrite.capture", "attnrewrite.plan", "attnrewrite.passes"),
     ("attnrewrite.targets",),
     (),
     ("attnrewrite.cli", "attnrewrite.__main__"),
@@ -56,7 +56,7 @@ DOORS = {
 
 def floor(module: str) -> int:
     for level, names in enumerate(FLOORS):
-        if any(module == name or module.startswith(name + ".") for name in names):
+        if any(module == name or module.startswith((f"{name}.", f"{name}_")) for name in names):
             return level
     return WORKFLOW
 
