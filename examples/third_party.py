@@ -37,7 +37,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         patches = self.patch_embed(images)
-        tokens = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1)
+        tokens = torch.cat([self.cls_token.expand(patches.shape[0], -1, -1), patches], dim=1)
         return self.mlp_head(self.transformer(tokens + self.pos_embed)[:, 0])
 
 

@@ -13,15 +13,23 @@ class LeastSquares:
     def __init__(self) -> None:
         self.gram: Tensor | None = None
         self.moment: Tensor | None = None
+        self.energy = 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         x, y = x.double(), y.double()
-        self.add_statistics(x.transpose(-2, -1) @ x, x.transpose(-2, -1) @ y)
+        self.add_statistics(x.transpose(-2, -1) @ x, x.transpose(-2, -1) @ y, float(y.square().sum()))
 
-    def add_statistics(self, gram: Tensor, moment: Tensor) -> None:
-        """Add x^T x and x^T y computed elsewhere."""
+    def add_statistics(self, gram: Tensor, moment: Tensor, energy: float = 0.0) -> None:
+        """Add x^T x, x^T y and the sum of y^2, computed elsewhere."""
         self.gram = gram if self.gram is None else self.gram + gram
         self.moment = moment if self.moment is None else self.moment + moment
+        self.energy += energy
+
+    def error(self, weights: Tensor) -> float:
+        """The sum of (y - x w)^2 over everything added."""
+        if self.gram is None or self.moment is None:
+            raise ValueError("nothing was added to the fit")
+        return self.energy + float((weights * (self.gram @ weights - 2 * self.moment)).sum())
 
     def solve(self, ridge: float) -> Tensor:
         """The weights, each column penalised by `ridge` times its own energy (Jacobi scaling)."""

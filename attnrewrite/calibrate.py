@@ -1,0 +1,100 @@
+"""Calibration without labels: stages that bring a rewritten model (the student) back to its original (the teacher).
+
+Teacher and student are the same graph with the same sites rewritten: to softmax in the teacher, to other forms in the
+student. Stages are objects that change the student in place, and compose: each starts from what the last one left.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+from torch.fx import GraphModule
+
+from attnrewrite.calibrate_fit import Fit
+from attnrewrite.calibrate_graph import Batches
+from attnrewrite.calibrate_stage import Calibration, Progress, Stage, StageReport, distance, stage_report
+from attnrewrite.data import Images
+from attnrewrite.errors import CheckFailedError
+from attnrewrite.preprocessing import Preprocessing, Size
+
+HELD_OUT_SHARE = 8  # one image in eight, and at most HELD_OUT_MOST, measure and choose; the others are fitted
+HELD_OUT_MOST = 256
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The weights as they were carried over: nothing is changed, so that its report is the plain copy's."""
+
+    name: str = "copy"
+
+    def run(self, calibration: Calibration) -> tuple[str, ...]:
+        return ()
+
+
+def calibrate(
+    teacher: GraphModule,
+    student: GraphModule,
+    *,
+    images: Images,
+    preprocessing: Preprocessing | None,
+    input_size: Size,
+    batch_size: int,
+    steps: int = 0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> list[StageReport]:
+    """Calibrate `student` in place on unlabelled images; what each stage did.
+
+    Copy and Fit always run; with `steps` of distillation, the sites are distilled first. Deterministic for a seed.
+
+    Raises:
+        CheckFailedError: a fit or a loss is not finite; the message names the site.
+        InputError: the images do not fit the model.
+    """
+    fitted, held_out = split(images, batch_size)
+    calibration = Calibration(
+        teacher, student,
+        images=_batches(fitted, preprocessing, batch_size, input_size),
+        held_out=_batches(held_out, preprocessing, batch_size, input_size),
+        seed=seed, progress=progress,
+    )  # fmt: skip
+    return run(calibration, (Copy(), Fit()))
+
+
+def run(calibration: Calibration, stages: Sequence[Stage]) -> list[StageReport]:
+    """Run the stages in order. Raises CheckFailedError where a stage leaves the student's output not finite."""
+    reports = []
+    before = distance(calibration)
+    for stage in stages:
+        start = time.perf_counter()
+        notes = stage.run(calibration)
+        seconds = time.perf_counter() - start
+        after = distance(calibration)
+        if not after.error < float("inf"):
+            raise CheckFailedError(f"{stage.name}: NaN or infinity in the model's output; nothing was written")
+        reports.append(stage_report(stage.name, seconds, before, after, notes))
+        before = after
+    return reports
+
+
+def split(images: Images, batch_size: int) -> tuple[Images, Images]:
+    """The images to fit, and those held out: whole batches of `batch_size` at least, where there are enough."""
+    held = min(HELD_OUT_MOST, len(images) // HELD_OUT_SHARE)
+    indices = np.arange(len(images))
+    if held == 0:
+        return images, images
+    return _take(images, indices[held:]), _take(images, indices[:held])
+
+
+def _take(images: Images, indices: np.ndarray) -> Images:
+    return replace(images, x=images.x[indices], y=None)
+
+
+def _batches(images: Images, preprocessing: Preprocessing | None, size: int, input_size: Size) -> Batches:
+    def stream() -> Iterator[tuple[Tensor, ...]]:
+        for pixels, _ in images.batches(preprocessing, size, input_size):
+            yield (pixels,)
+
+    return stream

@@ -1,0 +1,155 @@
+"""The linear maps that end a network's residual branches, and how what they give gets into the stream."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from attnrewrite.calibrate_graph import Values, rewritten_site, site_heads
+from attnrewrite.passes.rewritten import ProjectedWrite, RewrittenSite, write
+
+_MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
+_MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation on the way from a linear map to the stream; `carried` is the operand that comes from the map."""
+
+    node: Node
+    carried: Node
+
+    def apply(self, moved: Tensor, values: Values) -> Tensor:
+        def value(argument: Any) -> Any:
+            if argument is self.carried:
+                return moved
+            return values[argument] if isinstance(argument, Node) else argument
+
+        target: Any = self.node.target
+        return target(*map_aggregate(self.node.args, value), **map_aggregate(self.node.kwargs, value))
+
+
+@dataclass(frozen=True)
+class Branch:
+    """y = x W^T + b at `node`, moved and scaled along `path`, then added to the stream at `stream`.
+
+    Where nothing adds (no residual connection), `stream` is `node` itself.
+    """
+
+    node: Node
+    path: tuple[Step, ...]
+    stream: Node
+    weight: Tensor
+    bias: Tensor | None
+    site: RewrittenSite | None
+
+    def inputs(self, values: Values) -> Tensor:
+        """x [..., inputs]."""
+        if self.site is None:
+            return values[self.node.args[0]]  # type: ignore[index]
+        return self.site.form(*site_heads(self.site, self.node, values)).transpose(1, 2).flatten(2)
+
+    def samples(self, residual: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+        """Columns [samples, inputs (+ 1 where there is a bias)], and what has to be added to y [samples, outputs] for
+        `residual` to be added to the stream. Tokens that never reach the stream (padding) are left out.
+
+        The path P only moves and scales, so that P^T P is diagonal: the pseudo-inverse is P^T r / P^T P 1.
+        """
+        with torch.no_grad():
+            x = self.inputs(values)
+        with torch.enable_grad():
+            ones = x.new_ones(*x.shape[:-1], self.weight.shape[0]).requires_grad_()
+            moved = self._move(ones, values)
+            (back,) = torch.autograd.grad(moved, ones, residual, retain_graph=True)
+            (gain,) = torch.autograd.grad(moved, ones, moved.detach())
+        reaches = gain.flatten(0, -2).amax(1) > 0
+        target = back / gain.clamp(min=torch.finfo(gain.dtype).tiny)
+        columns = x if self.bias is None else F.pad(x, (0, 1), value=1.0)
+        return columns.flatten(0, -2)[reaches], target.flatten(0, -2)[reaches]
+
+    @torch.no_grad()
+    def change(self, delta: Tensor) -> None:
+        """Add `delta` [columns, outputs] to the map."""
+        inputs = self.weight.shape[1]
+        self.weight.add_(delta[:inputs].T.to(self.weight))
+        if self.bias is not None:
+            self.bias.add_(delta[inputs].to(self.bias))
+
+    def _move(self, y: Tensor, values: Values) -> Tensor:
+        if self.site is not None:
+            assert isinstance(self.site.output, ProjectedWrite)
+            y = write(y.unsqueeze(1), self.site.output.layout)
+        for step in self.path:
+            y = step.apply(y, values)
+        return y
+
+
+def branches(module: GraphModule) -> Iterator[Branch]:
+    """The branches from the first rewritten site on, in the order of the graph.
+
+    Every rewritten site with a traced output projection is one, and every linear map whose own weight nothing else
+    reads and that ends a residual branch: a block's MLP, the attention of a site that was kept.
+    """
+    varying = _varying(module)
+    begun = False
+    for node in module.graph.nodes:
+        site = rewritten_site(module, node)
+        begun = begun or site is not None
+        if site is not None and isinstance(site.output, ProjectedWrite):
+            path, stream = _way_to_stream(node, varying)
+            yield Branch(node, path, stream, site.output.weight, site.output.bias, site)
+        elif begun and (tensors := _linear_parameters(module, node)):
+            path, stream = _way_to_stream(node, varying)
+            if stream is not node:
+                yield Branch(node, path, stream, *tensors, None)
+
+
+def _varying(module: GraphModule) -> set[Node]:
+    """The nodes that depend on an input of the graph."""
+    found: set[Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "placeholder" or any(operand in found for operand in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _linear_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None] | None:
+    """The weight and bias of a linear node, where they are parameters that nothing else reads."""
+    if _operation(node) != "linear":
+        return None
+    parameters = [argument for argument in node.args[1:] if argument is not None]
+    if not all(isinstance(p, Node) and p.op == "get_attr" and len(p.users) == 1 for p in parameters):
+        return None
+    tensors = [module.get_parameter(str(parameter.target)) for parameter in parameters]  # type: ignore[union-attr]
+    return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+
+def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], Node]:
+    """The steps from `node` to the addition that takes it into the stream; no steps and `node` where there is none."""
+    path: list[Step] = []
+    current = node
+    while len(current.users) == 1:
+        (following,) = current.users
+        operands = [operand for operand in following.all_input_nodes if operand is not current]
+        kind = _operation(following)
+        if list(following.args).count(current) != 1:
+            break
+        if kind == "add" and not following.kwargs and any(operand in varying for operand in operands):
+            return tuple(path), following
+        scales = kind == "mul" and not any(operand in varying for operand in operands)
+        if not (scales or (kind in _MOVES and following.args[0] is current)):
+            break
+        path.append(Step(following, current))
+        current = following
+    return (), node
+
+
+def _operation(node: Node) -> str:
+    """The name of the aten operation, without its overload; empty where the node calls none."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else ""

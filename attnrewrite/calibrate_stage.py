@@ -1,0 +1,126 @@
+"""What a stage of calibration is given, how far the student is from the teacher, and what is told of a stage."""
+
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from attnrewrite.calibrate_graph import Batches
+
+Progress = Callable[[str, int, int], None]  # what is being done, how many of it are done, of how many
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The two models and the images. Each call of `images` or `held_out` streams the same input batches again.
+
+    Nothing is ever fitted to the held-out batches: they only measure, and choose what is kept.
+    """
+
+    teacher: GraphModule
+    student: GraphModule
+    images: Batches
+    held_out: Batches
+    seed: int = 0
+    progress: Progress | None = None
+
+    def report(self, what: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(what, done, total)
+
+
+class Stage(Protocol):
+    """One step of calibration, with its options as attributes."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, calibration: Calibration) -> tuple[str, ...]:
+        """Change the student in place; what is worth telling, as sentences.
+
+        Raises:
+            CheckFailedError: a fit or a loss is not finite; the message names the site.
+        """
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far the student's output is from the teacher's on the held-out images.
+
+    `error` is the squared difference over the teacher's energy around its mean. `kl` (nats an image) and `agreement`
+    (percent of images with the same highest logit) are None where the output is not [images, classes].
+    """
+
+    error: float
+    kl: float | None
+    agreement: float | None
+
+    @property
+    def loss(self) -> float:
+        """What stages are held to: the divergence of the logits, or the error where the output is no logits."""
+        return self.error if self.kl is None else self.kl
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What a stage did: its seconds, the distance on the held-out images before and after, the process's peak memory in
+    bytes so far, and remarks.
+    """
+
+    name: str
+    seconds: float
+    error_before: float
+    error_after: float
+    kl_before: float | None
+    kl_after: float | None
+    agreement_before: float | None
+    agreement_after: float | None
+    peak_memory: int
+    notes: tuple[str, ...] = ()
+
+
+def stage_report(
+    name: str, seconds: float, before: Distance, after: Distance, notes: tuple[str, ...] = ()
+) -> StageReport:
+    return StageReport(
+        name, seconds, before.error, after.error, before.kl, after.kl, before.agreement, after.agreement,
+        peak_memory(), notes,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def distance(calibration: Calibration) -> Distance:
+    """Compare both models on the held-out images."""
+    pairs = [
+        (first_tensor(calibration.teacher(*batch)), first_tensor(calibration.student(*batch)))
+        for batch in calibration.held_out()
+    ]
+    wanted, given = (torch.cat(side).double() for side in zip(*pairs, strict=True))
+    energy = (wanted - wanted.mean(0)).square().sum().clamp(min=torch.finfo(torch.float32).tiny)
+    error = float((given - wanted).square().sum() / energy)
+    if wanted.dim() != 2 or wanted.shape[1] < 2:
+        return Distance(error, None, None)
+    gap = wanted.log_softmax(1) - given.log_softmax(1)
+    agreement = 100 * float((wanted.argmax(1) == given.argmax(1)).double().mean())
+    return Distance(error, float((wanted.softmax(1) * gap).sum(1).mean()), agreement)
+
+
+def first_tensor(output: object) -> Tensor:
+    """The first tensor of a model's output: the logits, for a classifier."""
+    if isinstance(output, Tensor):
+        return output
+    parts = output.values() if isinstance(output, dict) else output
+    return first_tensor(next(iter(parts)))  # type: ignore[call-overload]
+
+
+def peak_memory() -> int:
+    """The most memory this process has held, in bytes; on a GPU, the most that torch has held there."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
