@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
+from attnrewrite.einsum import einsum_as_product
 from attnrewrite.errors import InputError
 
 
@@ -23,8 +24,7 @@ class Captured:
 
 def _decompositions() -> dict:
     """einsum is spelled as the matrix product it is; everything else stays as written."""
-    einsum = torch.ops.aten.einsum.default
-    return {einsum: torch.export.default_decompositions()[einsum]}
+    return {torch.ops.aten.einsum.default: einsum_as_product}
 
 
 def _doubled(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

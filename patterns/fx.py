@@ -196,6 +196,8 @@ class FxGraph:
         inputs = tuple(n.name for n in _tensor_arguments(producer))
         if name in _IDENTITIES:
             return Operation(node.name, "map", "identity", inputs[:1])
+        if name == "copy":  # what is written over a whole tensor
+            return Operation(node.name, "map", "identity", inputs[1:2])
         if name == "pad":
             mode = producer.args[2] if len(producer.args) > 2 else producer.kwargs.get("mode", "constant")
             return Operation(node.name, "move" if mode == "constant" else "other", name, inputs)

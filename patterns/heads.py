@@ -31,21 +31,31 @@ class Coordinates:
 
 def coordinates(graph: GraphView, provenance: Provenance) -> tuple[np.ndarray, np.ndarray]:
     """(channel, token) numbers of each element: its place along the source's channel axis, and along all others."""
+    if provenance.source is not None:
+        return _places(graph, provenance.source, provenance.index)
     channel = np.full(provenance.index.shape, FILL, np.int64)
     token = np.full(provenance.index.shape, FILL, np.int64)
     ends = [*provenance.offsets[1:], np.iinfo(np.int64).max]
     tokens_before = 0
     for source, low, high in zip(provenance.sources, provenance.offsets, ends, strict=True):
         part = (provenance.index >= low) & (provenance.index < high)
-        shape = graph.shape(source)
-        operation = graph.operation(source)
-        axis = channel_axis(operation, len(shape))
-        inner = int(np.prod(shape[axis + 1 :], dtype=int))
-        local = provenance.index[part] - low
-        channel[part] = local // inner % shape[axis]
-        token[part] = tokens_before + local // (inner * shape[axis]) * inner + local % inner
-        tokens_before += int(np.prod(shape, dtype=int)) // max(shape[axis], 1)
+        channel[part], local_token = _places(graph, source, provenance.index[part] - low)
+        token[part] = tokens_before + local_token
+        tokens_before += int(np.prod(graph.shape(source), dtype=int))
     return channel, token
+
+
+def _places(graph: GraphView, source: str, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(channel, token) of elements of one source, by their row-major numbers."""
+    shape = graph.shape(source)
+    axis = channel_axis(graph.operation(source), len(shape))
+    inner = int(np.prod(shape[axis + 1 :], dtype=int))
+    if inner == 1:
+        token, channel = np.divmod(numbers, shape[axis])
+        return channel, token
+    outer, within = np.divmod(numbers, inner * shape[axis])
+    channel, rest = np.divmod(within, inner)
+    return channel, outer * inner + rest
 
 
 def channel_axis(operation: Operation, rank: int) -> int:

@@ -31,10 +31,11 @@ def is_cross(graph: GraphView, query: str, key: str) -> bool:
     """Whether queries and keys belong to different token streams.
 
     They belong to the same one when either is made from the other without passing through another attention
-    (reduced keys, pooled queries, a class token that is a slice of the tokens), or both are the same value.
+    (reduced keys, pooled queries, a class token that is a slice of the tokens), or both are the same value. Learned
+    queries that attend to tokens are another stream.
     """
-    if graph.is_constant(query):
-        return False
+    if graph.is_constant(query) or graph.is_constant(key):
+        return graph.is_constant(query) != graph.is_constant(key)
     query_stream = _stream(graph, query)
     key_stream = _stream(graph, key)
     if query_stream == key_stream:

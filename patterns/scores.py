@@ -97,7 +97,8 @@ def _best(graph: GraphView, operands: tuple[str, ...], depth: int) -> tuple[str,
 
 
 def _through_movement(graph: GraphView, operation: Operation, depth: int) -> ScorePath | NoProduct:
-    found = _best(graph, operation.inputs, depth)
+    written_over = operation.name in ("slice_scatter", "select_scatter")
+    found = _best(graph, operation.inputs[::-1] if written_over else operation.inputs, depth)
     if isinstance(found, NoProduct):
         return found
     operand, inner = found

@@ -151,6 +151,8 @@ class Tracer:
     def _renumber(provenance: Provenance, offsets: dict[str, int]) -> np.ndarray:
         if len(provenance.sources) == 1:
             shift = offsets[provenance.sources[0]] - provenance.offsets[0]
+            if shift == 0:
+                return provenance.index
             return np.where(provenance.index == FILL, FILL, provenance.index + shift)
         result = provenance.index.copy()
         bounds = [*provenance.offsets[1:], np.iinfo(np.int64).max]
@@ -164,19 +166,26 @@ def push(graph: GraphView, source: str, path: tuple[str, ...]) -> np.ndarray:
     """The numbered elements of `source` after the movements, casts and position-keeping maps of `path`, in order."""
     shape = graph.shape(source)
     index = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    previous = source
+    known = {source: index}
     for value in path:
         operation = graph.operation(value)
         if operation.kind == "move":
-            arrays = [
-                index + 1 if operand == previous else np.zeros(graph.shape(operand), np.int64)
-                for operand in operation.inputs
-            ]
+            arrays = [_carried(graph, known, operand) + 1 for operand in operation.inputs]
             index = graph.move(value, arrays) - 1
         else:
             index = np.broadcast_to(index, graph.shape(value))
-        previous = value
+        known[value] = index
     return index
+
+
+def _carried(graph: GraphView, known: dict[str, np.ndarray], value: str) -> np.ndarray:
+    """The numbers that a value carries, directly or through data movement of what is known; FILL where it has none."""
+    if value in known:
+        return known[value]
+    operation = graph.operation(value)
+    if operation.kind == "move" and not graph.is_constant(value):
+        return graph.move(value, [_carried(graph, known, operand) + 1 for operand in operation.inputs]) - 1
+    return np.full(graph.shape(value), FILL, np.int64)
 
 
 def fold(position: np.ndarray, shape: tuple[int, ...], batch_axes: frozenset[int]) -> Layout | None:
