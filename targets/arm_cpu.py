@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from attnrewrite.targets import check, qemu, tvm_compat
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
 from attnrewrite.targets.prepare import arrays, reference, specialise
+from attnrewrite.targets.tools import Unavailable
 
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
 NOT_MEASURED = "measured on an ARM device only, with the library copied there or as target host"
@@ -32,7 +33,7 @@ class ArmCpu(Target):
         library, notes = _export(tvm_compat.build(program, tvm_compat.profile(self.name)), out)
         try:
             found, how = qemu.execute(library, arrays(example_inputs), EMULATION_S), "ran under qemu-aarch64"
-        except qemu.Unavailable as reason:
+        except Unavailable as reason:
             host = tvm_compat.build(program, tvm_compat.host_profile())
             found, how = tvm_compat.bind(host, example_inputs, threads)(), f"{ON_HOST}: {reason}"
         agreement = check.agree(f"{name} for {self.name}", found, reference(module, example_inputs), check.FLOAT32)

@@ -4,10 +4,13 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from attnrewrite.targets import check, tvm_compat
+from attnrewrite.targets import check, opencl, tvm_compat, tvm_compat_device
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
-from attnrewrite.targets.prepare import reference, specialise
+from attnrewrite.targets.prepare import arrays, reference, specialise
+from attnrewrite.targets.tools import Unavailable
 
+EXECUTION_S = 120
+ON_HOST = "same program compiled for this host and run; the OpenCL kernels themselves were not run"
 NOT_MEASURED = "needs a phone's GPU, and there is none here"
 
 
@@ -25,17 +28,24 @@ class Gpu(Target):
     ) -> Artifact:
         self.require_build()
         program = tvm_compat.import_program(specialise(module, example_inputs))
-        executable = tvm_compat.build(program, tvm_compat.profile(self.name))
+        executable, kernels = tvm_compat_device.build(program, tvm_compat.profile(self.name))
         tvm_compat.export_objects(executable, out / "model.tar")
         (out / "kernels.cl").write_text(tvm_compat.kernel_sources(executable, "opencl"))
-        host = tvm_compat.build(program, tvm_compat.host_profile())
-        found = tvm_compat.bind(host, example_inputs, threads)()
+        try:
+            if isinstance(kernels, Unavailable):
+                raise kernels
+            (out / "launches.json").write_text(opencl.launches_json(kernels))
+            found, device = opencl.execute(kernels, arrays(example_inputs), EXECUTION_S)
+            how = f"kernels run with OpenCL on {device}"
+        except Unavailable as reason:
+            host = tvm_compat.build(program, tvm_compat.host_profile())
+            found, how = tvm_compat.bind(host, example_inputs, threads)(), f"{ON_HOST}: {reason}"
         agreement = check.agree(f"{name} for {self.name}", found, reference(module, example_inputs), check.FLOAT32)
         return self.artifact(
             name,
             out,
             agreement,
-            check="same program compiled for this host and run; the OpenCL kernels themselves were not run",
+            check=how,
             schedule=tvm_compat.DEFAULT_SCHEDULE,
             notes=("object files: link them with the Android NDK",),
         )

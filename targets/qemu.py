@@ -9,7 +9,6 @@ import hashlib
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -21,21 +20,13 @@ import numpy as np
 
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.targets import tvm_compat
-from attnrewrite.targets.prepare import first_line
+from attnrewrite.targets.tools import Failed, Unavailable, run
 
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 PLATFORM = "manylinux_2_28_aarch64"
 LIBRARIES = ("tvm/lib/libtvm_runtime.so", "tvm_ffi/lib/libtvm_ffi.so")
 DOWNLOAD_S = 180
 COMPILE_S = 120
-
-
-class Unavailable(Exception):
-    """Why aarch64 code cannot be executed here, in one sentence."""
-
-
-class Failed(Unavailable):
-    """A command that was tried and failed."""
 
 
 def execute(library: Path, inputs: Sequence[np.ndarray], timeout_s: float) -> tuple[np.ndarray, ...]:
@@ -53,7 +44,7 @@ def execute(library: Path, inputs: Sequence[np.ndarray], timeout_s: float) -> tu
             arguments.append(f"{'x'.join(map(str, array.shape))}={folder}/input.{index}")
         command = [*_emulate(runtime), str(library.resolve()), f"{folder}/output", *arguments]
         try:
-            printed = _run(command, timeout_s)
+            printed = run(command, timeout_s)
         except Failed as error:
             raise CheckFailedError(f"the aarch64 library crashes under emulation: {error}") from error
         shapes = [tuple(map(int, line.split())) for line in printed.splitlines()]
@@ -66,7 +57,7 @@ def _emulate(runtime: Path) -> list[str]:
     emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if emulator is None:
         raise Unavailable("qemu-aarch64 is not installed (Debian: qemu-user)")
-    libc = _run([CROSS_COMPILER, "-print-file-name=libc.so.6"], COMPILE_S).strip()
+    libc = run([CROSS_COMPILER, "-print-file-name=libc.so.6"], COMPILE_S).strip()
     sysroot = str(Path(libc).resolve().parent.parent)
     return [emulator, "-L", sysroot, "-E", f"LD_LIBRARY_PATH={runtime}", f"{runtime}/runner"]
 
@@ -89,7 +80,7 @@ def _runtime() -> Path:
             _extract(wheel, made)
         _compile(source, made)
         # Without arguments it only says how it is used: a failure now is this machine's, a later one the library's.
-        _run(_emulate(made), COMPILE_S)
+        run(_emulate(made), COMPILE_S)
         try:
             made.rename(target)
         except OSError:
@@ -109,7 +100,7 @@ def _download(versions: dict[str, str], folder: Path) -> list[Path]:
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input"]
     command = [sys.executable, "-m", "pip", "download", *quiet, *options, "--dest", str(folder), *wanted]
     try:
-        _run(command, DOWNLOAD_S)
+        run(command, DOWNLOAD_S)
     except Failed as error:
         raise Unavailable(f"TVM's aarch64 runtime could not be fetched ({error})") from error
     return sorted(folder.glob("*.whl"))
@@ -125,7 +116,7 @@ def _compile(source: bytes, folder: Path) -> None:
     (folder / "runner.cc").write_bytes(source)
     includes = [f"-I{path}" for path in tvm_compat.include_paths()]
     libraries = [f"-L{folder}", "-Wl,--no-as-needed", "-ltvm_runtime", "-ltvm_ffi"]
-    _run(
+    run(
         [CROSS_COMPILER, "-std=c++17", "-O1", *includes, f"{folder}/runner.cc", "-o", f"{folder}/runner", *libraries],
         COMPILE_S,
     )
@@ -134,15 +125,3 @@ def _compile(source: bytes, folder: Path) -> None:
 def _cache() -> Path:
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "attnrewrite"
-
-
-def _run(command: Sequence[str], timeout_s: float) -> str:
-    """What a command prints. Unavailable where it takes too long, Failed where it fails."""
-    name = Path(command[0]).name
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s).stdout
-    except subprocess.TimeoutExpired as error:
-        raise Unavailable(f"{name} took more than {timeout_s:.0f} s") from error
-    except (OSError, subprocess.CalledProcessError) as error:
-        detail = RuntimeError(getattr(error, "stderr", None) or str(error))
-        raise Failed(f"{name} failed: {first_line(detail)}") from error

@@ -1,0 +1,136 @@
+"""The device half of tvm_compat: a module compiled for a GPU as the kernels it launches. Written for TVM 0.27.
+
+It hides: tvm.ir.instrument.pass_instrument and the names of the passes CallTIRRewrite and tirx.SplitHostDevice, after
+which main is a straight line of allocations and calls, and each called function one of kernel launches; the classes of
+Relax expressions; and the operators relax.builtin.alloc_tensor, relax.reshape and tirx.call_ffi_kernel.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from attnrewrite.targets import tvm_compat
+from attnrewrite.targets.opencl import DeviceProgram, Launch, Output
+from attnrewrite.targets.tools import Unavailable
+
+MAIN_PASS = "CallTIRRewrite"
+KERNELS_PASS = "tirx.SplitHostDevice"
+
+
+def build(relax_module: Any, device: Mapping[str, Any]) -> tuple[Any, DeviceProgram | Unavailable]:
+    """The compiled module, and the same as a program of kernel launches, or why it cannot be told as one."""
+    import tvm
+    from tvm.ir.instrument import pass_instrument
+
+    seen: dict[str, Any] = {}
+
+    @pass_instrument
+    class Watch:
+        def run_after_pass(self, module: Any, info: Any) -> None:
+            if str(info.name) in (MAIN_PASS, KERNELS_PASS):
+                seen[str(info.name)] = module
+
+    level = tvm.transform.PassContext.current().opt_level
+    with tvm.transform.PassContext(opt_level=level, instruments=[Watch()]):
+        executable = tvm_compat.build(relax_module, device)
+    source = tvm_compat.kernel_sources(executable, "opencl")
+    try:
+        return executable, _Reader(seen[KERNELS_PASS]).read(seen[MAIN_PASS]["main"], source)
+    except Unavailable as reason:
+        return executable, reason
+
+
+class _Reader:
+    """Follows main and gives every buffer that it touches a name. One reader reads one program."""
+
+    def __init__(self, functions: Any) -> None:
+        self.functions = {name.name_hint: function for name, function in functions.functions.items()}
+        self.values: dict[int, Any] = {}
+        self.sizes: dict[str, int] = {}
+        self.constants: dict[str, Any] = {}
+        self.launches: list[Launch] = []
+
+    def read(self, main: Any, source: str) -> DeviceProgram:
+        inputs = tuple(self.allocate(parameter.ty.shape, parameter.ty.dtype) for parameter in main.params)
+        self.values.update({hash(parameter): name for parameter, name in zip(main.params, inputs, strict=True)})
+        for block in main.body.blocks:
+            for binding in block.bindings:
+                self.values[hash(binding.var)] = self.value(binding.value)
+        result = main.body.body
+        outputs = tuple(
+            Output(name, tuple(map(int, field.shape)), str(field.dtype))
+            for name, field in zip(self.value(result), result.ty.fields, strict=True)
+        )
+        return DeviceProgram(inputs, self.constants, self.sizes, tuple(self.launches), outputs, source)
+
+    def value(self, expression: Any) -> Any:
+        """The buffer's name, or the tuple of names, that a Relax expression stands for; launches on the way."""
+        kind = type(expression).__name__
+        if kind == "Var":
+            return self.values[hash(expression)]
+        if kind == "Tuple":
+            return tuple(self.value(field) for field in expression.fields)
+        if kind == "TupleGetItem":
+            return self.value(expression.tuple_value)[expression.index]
+        if kind == "GenericConst":
+            return self.constant(expression)
+        if kind == "Call":
+            return self.call(expression)
+        raise Unavailable(f"the program holds {kind}, which is no kernel launch")
+
+    def call(self, call: Any) -> Any:
+        name = getattr(call.op, "name", None)
+        if name == "relax.builtin.alloc_tensor":
+            return self.allocate(call.ty.shape, call.ty.dtype)
+        if name == "relax.reshape":
+            return self.value(call.args[0])
+        function = self.functions.get(getattr(call.op, "name_hint", None))
+        if function is None:
+            raise Unavailable(f"the program calls {name or call.op}, which is no kernel launch")
+        return self.run(function, [self.value(argument) for argument in call.args])
+
+    def run(self, function: Any, arguments: list[str]) -> None:
+        """Record the launches of a function: declarations and allocations of buffers, then calls of kernels."""
+        pointers = {hash(parameter): name for parameter, name in zip(function.params, arguments, strict=True)}
+        for statement in getattr(function.body, "seq", [function.body]):
+            kind = type(statement).__name__
+            if kind == "AllocBuffer":
+                buffer = statement.buffer
+                pointers[hash(buffer)] = self.allocate(buffer.shape, buffer.dtype)
+            elif kind == "DeclBuffer":
+                pointers[hash(statement.buffer)] = pointers[_pointer(statement.data)]
+            elif kind == "Evaluate" and getattr(statement.value.op, "name", None) == "tirx.call_ffi_kernel":
+                self.launches.append(_launch(statement.value, pointers))
+            else:
+                raise Unavailable(f"the program's host code holds {kind}, which is no kernel launch")
+
+    def allocate(self, shape: Any, dtype: Any) -> str:
+        name = f"b{len(self.sizes)}"
+        self.sizes[name] = math.prod(map(int, shape)) * np.dtype(str(dtype)).itemsize
+        return name
+
+    def constant(self, constant: Any) -> str:
+        values = constant.value.numpy()
+        name = self.allocate(values.shape, values.dtype)
+        self.constants[name] = values
+        return name
+
+
+def _launch(call: Any, pointers: Mapping[int, str]) -> Launch:
+    axes = list(map(str, call.attrs.launch_params))
+    kernel, *arguments = call.args
+    buffers, extents = arguments[: -len(axes)], dict(zip(axes, map(int, arguments[-len(axes) :]), strict=True))
+    block = [extents.pop(f"threadIdx.{axis}", 1) for axis in "xyz"]
+    grid = [extents.pop(f"blockIdx.{axis}", 1) for axis in "xyz"]
+    if extents:
+        raise Unavailable(f"kernel {kernel.value} is launched with {', '.join(extents)}")
+    x, y, z = (count * size for count, size in zip(grid, block, strict=True))
+    names = tuple(pointers[_pointer(buffer)] for buffer in buffers)
+    return Launch(str(kernel.value), names, (x, y, z), (block[0], block[1], block[2]))
+
+
+def _pointer(expression: Any) -> int:
+    """The buffer whose data a pointer expression is."""
+    return hash(expression.args[0] if type(expression).__name__ == "Call" else expression)
