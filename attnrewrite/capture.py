@@ -1,11 +1,15 @@
 """From a model to the graph that is matched and rewritten: torch.export, functionalised, batch left open where possible."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnrewrite.einsum import einsum_as_product
 from attnrewrite.errors import InputError
@@ -13,13 +17,18 @@ from attnrewrite.errors import InputError
 
 @dataclass(frozen=True)
 class Captured:
-    """A model as a graph. `fixed_batch` is None when the batch size is open, else the only one that it takes."""
+    """A model as a graph. `fixed_batch` is None when the batch size is open, else the only one that it takes.
+
+    `exact` is False where the model's control flow follows its data: the graph is then what ran on the example, which
+    can be read but stands for no other input.
+    """
 
     name: str
     module: GraphModule
     example_inputs: tuple[Tensor, ...]
     fixed_batch: int | None
     note: str | None = None
+    exact: bool = True
 
 
 def _decompositions() -> dict:
@@ -43,7 +52,7 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
         InputError: torch.export cannot capture the module at all.
     """
     doubled = _doubled(inputs)
-    with torch.no_grad():
+    with torch.no_grad(), _without_torch_logs():
         try:
             return torch.export.export(module, doubled, dynamic_shapes=open_batch(doubled)), None
         except Exception as open_error:  # torch.export raises many kinds
@@ -61,13 +70,15 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     """The functional graph of a model in evaluation mode, its parameters as attributes.
 
     Raises:
-        InputError: the model cannot be exported, or does not run on `example_inputs`.
+        InputError: the model can neither be exported nor traced on its example inputs.
     """
-    note = None
     if isinstance(model, ExportedProgram):
-        program = model
+        program, note = model, None
     else:
-        program, note = export(model.eval(), example_inputs)
+        try:
+            program, note = export(model.eval(), example_inputs)
+        except InputError as refusal:
+            return _traced_on_example(name, model, example_inputs, refusal)
     with torch.no_grad():
         program = program.run_decompositions(_decompositions())
     module = program.module(check_guards=False)
@@ -79,6 +90,36 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     if fixed is not None and note is None:
         note = "the exported program has a fixed batch size"
     return Captured(name, module, example_inputs, fixed, note)
+
+
+@contextmanager
+def _without_torch_logs() -> Iterator[None]:
+    """torch.export logs whole graphs before it raises; the error alone is told."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _traced_on_example(name: str, model: nn.Module, inputs: tuple[Tensor, ...], refusal: InputError) -> Captured:
+    """The operations that ran on the example: all that can be had of a model whose control flow follows its data."""
+    try:
+        with torch.no_grad():
+            run = torch.func.functionalize(lambda *args: model(*args), remove="mutations")
+            module = make_fx(run, _decompositions(), record_module_stack=True)(*inputs)
+    except Exception as error:
+        raise refusal from error
+    names = {id(tensor): path for path, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            tensor = getattr(module, str(node.target))
+            node.meta.setdefault("val", tensor)
+            node.meta["parameter"] = names.get(id(tensor), str(node.target))
+    _remove_assertions(module)
+    return Captured(name, module, inputs, int(inputs[0].shape[0]), str(refusal), exact=False)
 
 
 def _remove_assertions(module: GraphModule) -> None:

@@ -92,6 +92,8 @@ def convert_source(
         InputError: the model cannot be captured, or a kept site is not known.
     """
     captured = capture(source.name, source.model or _require(source.program), source.example_inputs)
+    if not captured.exact:
+        raise InputError(f"{captured.note}; it can be explained, but not converted")
     found = scan(FxGraph(captured.module), source.name)
     kept = _kept_sites(found, keep)
     fates = {site.id: _fate(site, variant, kept) for site in found.sites}

@@ -19,6 +19,7 @@ _MOVES = frozenset(
     "constant_pad_nd repeat tile repeat_interleave index_select index gather take_along_dim unfold unflatten flatten im2col "
     "movedim swapaxes pixel_shuffle pixel_unshuffle select_copy slice_scatter select_scatter diagonal broadcast_to masked_select".split()
 )
+_INDEXED = frozenset(("index", "gather", "index_select", "take_along_dim"))
 _IDENTITIES = frozenset(
     "clone contiguous alias detach dropout dropout_ lift_fresh lift_fresh_copy _to_copy to type_as float half bfloat16 double "
     "native_dropout positive alpha_dropout feature_dropout".split()
@@ -145,6 +146,8 @@ class FxGraph:
             if argument.name in feed:
                 return feed[argument.name]
             value = argument.meta.get("val")
+            if isinstance(value, Tensor) and not self.is_constant(argument.name):
+                return torch.zeros(self.shape(argument.name), dtype=value.dtype)  # positions only the data knows
             if isinstance(value, Tensor):
                 return torch.from_numpy(np.ascontiguousarray(self.constant(argument.name)))
             return _hint(value)
@@ -196,6 +199,8 @@ class FxGraph:
         inputs = tuple(n.name for n in _tensor_arguments(producer))
         if name in _IDENTITIES:
             return Operation(node.name, "map", "identity", inputs[:1])
+        if name in _INDEXED:
+            return self._indexed_operation(node, producer, inputs)
         if name == "copy":  # what is written over a whole tensor
             return Operation(node.name, "map", "identity", inputs[1:2])
         if name == "pad":
@@ -214,6 +219,11 @@ class FxGraph:
         if kind == "reduce":
             return Operation(node.name, kind, name, inputs, {"args": producer.args[1:]})
         return Operation(node.name, kind, name, inputs)
+
+    def _indexed_operation(self, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
+        """Reading at positions: movement of the first operand alone, which the data may direct."""
+        free = [operand for operand in inputs[1:] if not self.is_constant(operand)]
+        return Operation(node.name, "move", _name(producer), inputs[:1], {"directed_by": tuple(free)} if free else {})
 
     def _linear_operation(self, node: Node, _: Node, inputs: tuple[str, ...]) -> Operation:
         return Operation(node.name, "linear", "linear", inputs, {"transposed": False})

@@ -33,7 +33,8 @@ class Operation:
 
     `inputs` are the tensor operands. `attributes` by kind: softmax `axis`; map `scalar` and `position` (a Python
     number that stands beside the one tensor operand, and on which side); linear `transposed`; conv `pointwise`,
-    `depthwise`; norm `style` ("batch" or other), `epsilon`; sdpa `scale`, `causal`; reduce `axes`, `keepdim`.
+    `depthwise`; move `directed_by`: the operands (not among `inputs`) whose values say what is read, if the input of
+    the graph decides them; norm `style` ("batch" or other), `epsilon`; sdpa `scale`, `causal`; reduce `axes`, `keepdim`.
     """
 
     value: str

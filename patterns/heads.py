@@ -50,12 +50,14 @@ def _places(graph: GraphView, source: str, numbers: np.ndarray) -> tuple[np.ndar
     shape = graph.shape(source)
     axis = channel_axis(graph.operation(source), len(shape))
     inner = int(np.prod(shape[axis + 1 :], dtype=int))
+    # numpy divides by one number far faster than it takes divmod
     if inner == 1:
-        token, channel = np.divmod(numbers, shape[axis])
-        return channel, token
-    outer, within = np.divmod(numbers, inner * shape[axis])
-    channel, rest = np.divmod(within, inner)
-    return channel, outer * inner + rest
+        token = numbers // shape[axis]
+        return numbers - token * shape[axis], token
+    outer = numbers // (inner * shape[axis])
+    within = numbers - outer * (inner * shape[axis])
+    channel = within // inner
+    return channel, outer * inner + within - channel * inner
 
 
 def channel_axis(operation: Operation, rank: int) -> int:

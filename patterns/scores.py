@@ -106,6 +106,8 @@ def _through_movement(graph: GraphView, operation: Operation, depth: int) -> Sco
     live = [other for other in others if not graph.is_constant(other)]
     joined = operation.name in ("cat", "concat", "stack") and others
     obstacles = (f"scores are joined with others by {operation.name}",) if live or joined else ()
+    if operation.attributes.get("directed_by"):
+        obstacles = (*obstacles, f"scores are picked by {operation.name} at positions that depend on the data")
     return replace(inner, path=(*inner.path, operation.value), obstacles=(*inner.obstacles, *obstacles))
 
 
@@ -184,9 +186,11 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
                     products.append(ValuePath(user, value, others[0], path, talking, obstacles))
             elif user in seen:
                 continue
-            elif operation.kind == "move" and (len(operation.inputs) == 1 or operation.name == "index"):
+            elif operation.kind == "move" and operation.inputs == (value,):
                 seen.add(user)
-                pending.append((user, step, talking, obstacles))
+                picked = f"probabilities are picked by {operation.name} at positions that depend on the data"
+                why = (picked,) if operation.attributes.get("directed_by") else ()
+                pending.append((user, step, talking, (*obstacles, *why)))
             elif operation.kind == "map" and int(np.prod(graph.shape(user), dtype=int)) == size:
                 seen.add(user)
                 harmless = constant_factor(graph, operation)

@@ -92,7 +92,7 @@ class Tracer:
 
     def _trace(self, value: str) -> Provenance:
         operation = self._graph.operation(value)
-        if operation.kind == "move" and operation.inputs:
+        if operation.kind == "move" and operation.inputs and not operation.attributes.get("directed_by"):
             return self._through_movement(operation)
         crossed = constant_factor(self._graph, operation)
         if crossed is not None:
