@@ -1,6 +1,6 @@
 """The linear maps that end a network's residual branches, and how what they give gets into the stream."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,19 @@ class Branch:
     bias: Tensor | None
     site: RewrittenSite | None
 
+    @property
+    def reads(self) -> frozenset[Node]:
+        """The nodes whose values `samples` reads."""
+        operands = {operand for step in self.path for operand in step.node.all_input_nodes if operand is not step.carried}
+        return frozenset(operands | set(self.node.all_input_nodes))
+
     def inputs(self, values: Values) -> Tensor:
         """x [..., inputs]."""
         if self.site is None:
             return values[self.node.args[0]]  # type: ignore[index]
         return self.site.form(*site_heads(self.site, self.node, values)).transpose(1, 2).flatten(2)
 
+    @torch.no_grad()
     def samples(self, residual: Tensor, values: Values) -> tuple[Tensor, Tensor]:
         """Columns [samples, inputs (+ 1 where there is a bias)], and what has to be added to y [samples, outputs] for
         `residual` to be added to the stream. Tokens that never reach the stream (padding) are left out.
@@ -79,6 +86,18 @@ class Branch:
         self.weight.add_(delta[:inputs].T.to(self.weight))
         if self.bias is not None:
             self.bias.add_(delta[inputs].to(self.bias))
+
+    def saved(self) -> Callable[[], None]:
+        """What puts the map back to how it is now."""
+        weight, bias = self.weight.detach().clone(), None if self.bias is None else self.bias.detach().clone()
+
+        @torch.no_grad()
+        def restore() -> None:
+            self.weight.copy_(weight)
+            if self.bias is not None and bias is not None:
+                self.bias.copy_(bias)
+
+        return restore
 
     def _move(self, y: Tensor, values: Values) -> Tensor:
         if self.site is not None:

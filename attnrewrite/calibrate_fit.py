@@ -1,89 +1,157 @@
 """The closed-form stage: forms, output projections and MLPs fitted to the teacher in network order, no gradients."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
-from torch.fx import Node
+from torch import Tensor
+from torch.fx import GraphModule, Node
 
-from attnrewrite.calibrate_stage import Calibration
 from attnrewrite.calibrate_branches import Branch, branches
 from attnrewrite.calibrate_graph import Segments, rewritten_site, site_heads
+from attnrewrite.calibrate_stage import Calibration, distance
 from attnrewrite.errors import CheckFailedError
+from attnrewrite.passes.rewritten import RewrittenSite
 from attnrewrite.variants.base import Heads
 from attnrewrite.variants.least_squares import LeastSquares
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
-HELD_OUT_EVERY = 5
+CHOOSING_EVERY = 5
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A node of the student that is fitted: a site's form, the map that ends a residual branch, or both at once."""
+
+    node: Node
+    site: RewrittenSite | None
+    branch: Branch | None
+
+    @property
+    def name(self) -> str:
+        return self.site.site_id if self.site is not None else self.node.name
+
+    @property
+    def stream(self) -> Node:
+        return self.branch.stream if self.branch is not None else self.node
+
+    def undo(self) -> Undo:
+        """What puts the point back to where it stands now."""
+        form = None if self.site is None else copy.deepcopy(self.site.form)
+        change = None if self.branch is None else self.branch.saved()
+
+        def restore() -> None:
+            if self.site is not None and form is not None:
+                self.site.form = form
+            if change is not None:
+                change()
+
+        return restore
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Site by site in network order: (a) the form refines its own constants, and its local branch, on the teacher's
-    activations; (b) the output projection, and (c) where `mlp` every later linear map that ends a residual branch, is
+    """Site by site in network order: (a) where `forms`, the form refines its own constants, and its local branch, on
+    the teacher's activations; (b) the output projection, and (c) every later linear map that ends a residual branch, is
     fitted by ridge regression to the residual target, teacher's stream minus student's.
 
     The ridge is relative to each column's energy (`ridge`, where there are too few batches to choose); with five
     batches or more, every fifth chooses it, or no change at all. Statistics are float64; memory is one batch and them.
+    Where all points together end worse on the held-out images than nothing would have, the last ones are taken back
+    until they do not.
     """
 
-    mlp: bool = True
+    forms: bool = True
     ridge: float = 1e-2
     name: str = "fit"
 
     def run(self, calibration: Calibration) -> tuple[str, ...]:
         student = calibration.student
-        ends = {branch.node: branch for branch in branches(student)}
-        nodes = [node for node in student.graph.nodes if node in ends or rewritten_site(student, node) is not None]
-        if not self.mlp:
-            nodes = [node for node in nodes if rewritten_site(student, node) is not None]
-        both = Segments(calibration.teacher, calibration.images), Segments(student, calibration.images)
+        before = distance(calibration).loss
+        points = fit_points(student)
+        undo: list[Undo] = []
+        with Segments(calibration.teacher, calibration.images) as teacher, Segments(student, calibration.images) as own:
+            for done, (point, following) in enumerate(zip_longest(points, points[1:])):
+                calibration.report(self.name, done, len(points))
+                undo.append(point.undo())
+                self._fit_point(point, following, teacher, own)
+        calibration.report(self.name, len(points), len(points))
+        kept = _back_off(calibration, undo, before)
+        taken_back = [point.name for point in points[kept:]]
+        return (f"taken back, as the fit there made the output worse: {', '.join(taken_back)}",) if taken_back else ()
+
+    def _fit_point(self, point: Point, following: Point | None, teacher: Segments, student: Segments) -> None:
+        name = point.node.name
         try:
-            for done, node in enumerate(nodes):
-                calibration.report("fit", done, len(nodes))
-                self._fit_node(node, ends.get(node), *both)
-            calibration.report("fit", len(nodes), len(nodes))
-        finally:
-            for segments in both:
-                segments.close()
-        return ()
+            if self.forms and point.site is not None:
+                point.site.form.refine(lambda: teacher_heads(teacher, name))
+            cut = student.order[point.stream] + 1
+            cut = cut if following is None else min(cut, student.order[following.node])
+            teacher.advance(cut, keep=(teacher.node(point.stream.name),))
+            if point.branch is not None:
+                point.branch.change(self._residual_fit(point.branch, teacher, student))
+        except torch.linalg.LinAlgError as error:
+            raise CheckFailedError(f"{self.name}: {point.name} has no solution ({error}); {_way_out(point)}") from error
+        _check_finite(self.name, point)
+        if following is not None:
+            student.advance(student.order[following.node])
+            teacher.advance(student.order[following.node])
 
-    def _fit_node(self, node: Node, branch: Branch | None, teacher: Segments, student: Segments) -> None:
-        site = rewritten_site(student.module, node)
-        if site is not None:
-            site.form.refine(lambda: _teacher_heads(teacher, node.name))
-            for name, tensor in site.form.named_parameters():
-                if not bool(torch.isfinite(tensor).all()):
-                    raise CheckFailedError(f"fit: {site.site_id}: {name} is not finite; leave that site as it is")
-        if branch is not None:
-            branch.change(self._residual_fit(branch, teacher, student))
-        stream = branch.stream if branch is not None else node
-        teacher.advance(teacher.node(stream.name))
-        student.advance(stream)
-
-    def _residual_fit(self, branch: Branch, teacher: Segments, student: Segments) -> torch.Tensor:
+    def _residual_fit(self, branch: Branch, teacher: Segments, student: Segments) -> Tensor:
         """The change of the branch's map, [columns, outputs]."""
         parts = LeastSquares(), LeastSquares()
         stream = teacher.node(branch.stream.name)
-        pairs = zip(teacher.run(stream), student.run(branch.stream), strict=True)
+        stop = student.order[branch.stream] + 1
+        pairs = zip(teacher.run(stop, {stream}), student.run(stop, {branch.stream, *branch.reads}), strict=True)
         for index, (wanted, values) in enumerate(pairs):
             residual = wanted[stream] - values[branch.stream]
-            parts[index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1].add(*branch.samples(residual, values))
-        fit, held_out = parts
-        if held_out.gram is None or held_out.moment is None:
+            parts[index % CHOOSING_EVERY == CHOOSING_EVERY - 1].add(*branch.samples(residual, values))
+        fit, choosing = parts
+        if choosing.gram is None or choosing.moment is None:
             return fit.solve(self.ridge)
         changes = {ridge: fit.solve(ridge) for ridge in RIDGES}
-        best = min(RIDGES, key=lambda ridge: held_out.error(changes[ridge]))
-        if held_out.error(changes[best]) >= held_out.energy:
-            return torch.zeros_like(held_out.moment)
-        fit.add_statistics(held_out.gram, held_out.moment)
+        best = min(RIDGES, key=lambda ridge: choosing.error(changes[ridge]))
+        if choosing.error(changes[best]) >= choosing.energy:
+            return torch.zeros_like(choosing.moment)
+        fit.add_statistics(choosing.gram, choosing.moment)
         return fit.solve(best)
 
 
-def _teacher_heads(teacher: Segments, name: str) -> Iterator[Heads]:
+def fit_points(student: GraphModule) -> list[Point]:
+    """Every point to fit, in the order of the graph."""
+    ends = {branch.node: branch for branch in branches(student)}
+    sites = {node: rewritten_site(student, node) for node in student.graph.nodes}
+    return [Point(node, site, ends.get(node)) for node, site in sites.items() if site is not None or node in ends]
+
+
+def teacher_heads(teacher: Segments, name: str) -> Iterator[Heads]:
     """What softmax reads at the site called `name`, batch by batch."""
     node = teacher.node(name)
     site = rewritten_site(teacher.module, node)
     assert site is not None, f"the teacher has no rewritten site {name}"
-    for values in teacher.run(node):
+    for values in teacher.run(teacher.order[node], node.all_input_nodes):
         yield site_heads(site, node, values)
+
+
+def _back_off(calibration: Calibration, undo: list[Undo], before: float) -> int:
+    """Take fits back, from the last on, until the held-out loss is no more than `before`; how many are left."""
+    kept = len(undo)
+    while kept and not distance(calibration).loss <= before:
+        kept -= 1
+        undo[kept]()
+    return kept
+
+
+def _check_finite(stage: str, point: Point) -> None:
+    tensors = [] if point.site is None else list(point.site.form.parameters())
+    tensors += [] if point.branch is None else [point.branch.weight]
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        raise CheckFailedError(f"{stage}: {point.name} came out as NaN or infinity; {_way_out(point)}")
+
+
+def _way_out(point: Point) -> str:
+    return f"keep it with --keep {point.name}" if point.site is not None else "calibrate with other images"

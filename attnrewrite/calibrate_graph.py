@@ -7,7 +7,7 @@ lies on disk, so that memory holds one batch.
 
 import operator
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from attnrewrite.passes.rewritten import RewrittenSite
 from attnrewrite.variants.base import Heads
@@ -24,65 +25,86 @@ Values = dict[Node, Any]
 
 
 class Segments:
-    """`module` over `batches`, up to some node: `run` looks ahead from there, `advance` moves on."""
+    """`module` over `batches`, from `position` in its graph on: `run` looks ahead from there, `advance` moves on.
+
+    A context manager: what lies on disk goes when it is left.
+    """
 
     def __init__(self, module: GraphModule, batches: Batches) -> None:
         self.module = module
         self.nodes = list(module.graph.nodes)
+        self.order = {node: index for index, node in enumerate(self.nodes)}
         self.position = 0
-        order = {node: index for index, node in enumerate(self.nodes)}
-        self._last_use = {node: max((order[user] for user in node.users), default=-1) for node in self.nodes}
+        self._last_use = {
+            node: max((self.order[user] for user in node.users), default=index) for node, index in self.order.items()
+        }
         self._folder = tempfile.TemporaryDirectory(prefix="attnrewrite-")
-        self._sizes: list[Values] = []
+        self._rest: list[Values] = []
         inputs = [node for node in self.nodes if node.op == "placeholder"]
         for index, batch in enumerate(batches()):
-            self._sizes.append({})
+            self._rest.append({})
             self._store(index, dict(zip(inputs, batch, strict=True)))
 
+    def __enter__(self) -> "Segments":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._rest)
 
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
 
-    def run(self, until: Node) -> Iterator[Values]:
-        """For each batch, the values of the nodes from here up to and including `until`. Nothing is kept."""
+    def run(self, stop: int, needs: Collection[Node]) -> Iterator[Values]:
+        """For each batch, the values of `needs`, having run the nodes from here up to `stop`. Nothing is stored."""
         for index in range(len(self)):
-            yield self._execute(index, until)
+            yield self._execute(index, stop, frozenset(needs))
 
-    def advance(self, until: Node) -> None:
-        """Compute up to and including `until`, and start from there from now on."""
-        position = max(self.position, self.nodes.index(until) + 1)
+    def advance(self, stop: int, keep: Collection[Node] = ()) -> None:
+        """Run the nodes up to `stop` and start from there from now on; `keep` are values that are asked for yet."""
+        if stop <= self.position:
+            return
         for index in range(len(self)):
-            values = self._execute(index, until)
-            self._store(index, {node: value for node, value in values.items() if self._last_use[node] >= position})
-        self.position = position
-
-    def close(self) -> None:
-        self._folder.cleanup()
+            values = self._execute(index, stop, frozenset(keep))
+            self._store(index, {n: value for n, value in values.items() if self._last_use[n] >= stop or n in keep})
+        self.position = stop
 
     @torch.no_grad()
-    def _execute(self, index: int, until: Node) -> Values:
+    def _execute(self, index: int, stop: int, needs: frozenset[Node]) -> Values:
         interpreter = Interpreter(self.module, garbage_collect_values=False)
-        interpreter.env = self._load(index)
-        for node in self.nodes[self.position : self.nodes.index(until) + 1]:
-            if node not in interpreter.env:
-                interpreter.env[node] = interpreter.run_node(node)
-        return interpreter.env
+        interpreter.env = values = self._load(index)
+        for at in range(self.position, stop):
+            node = self.nodes[at]
+            if node not in values:
+                values[node] = interpreter.run_node(node)
+            for operand in (node, *node.all_input_nodes):
+                if self._last_use[operand] <= at and operand not in needs:
+                    values.pop(operand, None)
+        return values
 
     def _store(self, index: int, values: Values) -> None:
         """Tensors go to disk, sizes stay; parameters are neither: they may change, and are read anew."""
-        kept = {node: value for node, value in values.items() if node.op != "get_attr"}
-        tensors = {node.name: value.detach().contiguous() for node, value in kept.items() if isinstance(value, Tensor)}
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, self._file(index))
-        self._sizes[index] = {node: value for node, value in kept.items() if not isinstance(value, Tensor)}
+        tensors: dict[str, Tensor] = {}
+        rest: Values = {}
+        for node, value in values.items():
+            if node.op == "get_attr":
+                continue
+            leaves, spec = tree_flatten(value)
+            tensors |= {f"{node.name}/{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+            rest[node] = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+        save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, self._file(index))
+        self._rest[index] = rest
 
     def _load(self, index: int) -> Values:
         device = next((str(tensor.device) for tensor in self.module.parameters()), "cpu")
         tensors = load_file(self._file(index), device=device)
-        values = {node: tensors[node.name] for node in self.nodes if node.name in tensors}
-        parameters = {n: operator.attrgetter(str(n.target))(self.module) for n in self.nodes if n.op == "get_attr"}
-        return {**parameters, **values, **self._sizes[index]}
+        values: Values = {n: operator.attrgetter(str(n.target))(self.module) for n in self.nodes if n.op == "get_attr"}
+        for node, (leaves, spec) in self._rest[index].items():
+            whole = [tensors.get(f"{node.name}/{i}", leaf) for i, leaf in enumerate(leaves)]
+            values[node] = tree_unflatten(whole, spec)
+        return values
 
     def _file(self, index: int) -> Path:
         return Path(self._folder.name) / f"{index}.safetensors"
@@ -94,6 +116,7 @@ def rewritten_site(module: GraphModule, node: Node) -> RewrittenSite | None:
     return found if isinstance(found, RewrittenSite) else None
 
 
+@torch.no_grad()
 def site_heads(site: RewrittenSite, node: Node, values: Values) -> Heads:
     """What the form of the site that `node` calls reads."""
     return Heads(*site.attend_inputs(*(values[argument] for argument in node.args)))  # type: ignore[index]

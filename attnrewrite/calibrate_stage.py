@@ -4,6 +4,7 @@ import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -28,6 +29,12 @@ class Calibration:
     held_out: Batches
     seed: int = 0
     progress: Progress | None = None
+
+    @cached_property
+    @torch.no_grad()
+    def wanted(self) -> Tensor:
+        """The teacher's output on the held-out images, in float64."""
+        return torch.cat([first_tensor(self.teacher(*batch)) for batch in self.held_out()]).double()
 
     def report(self, what: str, done: int, total: int) -> None:
         if self.progress is not None:
@@ -95,12 +102,9 @@ def stage_report(
 
 @torch.no_grad()
 def distance(calibration: Calibration) -> Distance:
-    """Compare both models on the held-out images."""
-    pairs = [
-        (first_tensor(calibration.teacher(*batch)), first_tensor(calibration.student(*batch)))
-        for batch in calibration.held_out()
-    ]
-    wanted, given = (torch.cat(side).double() for side in zip(*pairs, strict=True))
+    """How far the student is from the teacher on the held-out images."""
+    wanted = calibration.wanted
+    given = torch.cat([first_tensor(calibration.student(*batch)) for batch in calibration.held_out()]).double()
     energy = (wanted - wanted.mean(0)).square().sum().clamp(min=torch.finfo(torch.float32).tiny)
     error = float((given - wanted).square().sum() / energy)
     if wanted.dim() != 2 or wanted.shape[1] < 2:
