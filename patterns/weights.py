@@ -45,7 +45,7 @@ def _matrix(graph: GraphView, weight: str, bias: str | None, transposed: bool) -
 
 def _fold_norm(graph: GraphView, norm: Normalization, weight: np.ndarray, bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     mean, variance = graph.constant(norm.mean).astype(np.float64), graph.constant(norm.variance).astype(np.float64)
-    gain = 1.0 / np.sqrt(variance + norm.epsilon)
+    gain = 1.0 / np.sqrt(variance + float(np.float32(norm.epsilon)))  # ONNX stores epsilon as float32
     if norm.weight is not None:
         gain = gain * graph.constant(norm.weight)
     shift = -mean * gain + (0.0 if norm.bias is None else graph.constant(norm.bias))
