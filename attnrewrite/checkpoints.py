@@ -109,7 +109,7 @@ def _read_pickle(path: Path) -> Any:
             refused = re.search(r"GLOBAL (\S+)", str(error))
             if refused is None:
                 raise InputError(
-                    f"{path} is damaged, or a pickle that torch.save did not write (nothing in it was run): fetch it again"
+                    f"{path} is damaged, or a pickle that torch.save did not write; nothing in it ran: fetch it again"
                 ) from error
             raise InputError(
                 f"{path} was not loaded: it would run code ({refused[1]}) and only tensors are read. "

@@ -1,354 +1,64 @@
-"""The command line. Heavy imports are inside the commands, so that help and usage errors come at once."""
+"""The command line: runs a command and turns whatever goes wrong into one line and an exit code."""
 
-import inspect
 import logging
 import os
-import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import typer
 
-from attnrewrite import __version__
-from attnrewrite.cli_options import ModelOptions, RunOptions, flattened, save_config
-from attnrewrite.cli_output import (
-    Notes,
-    Outcome,
-    bars,
-    evaluation_table,
-    results_alone,
-    say,
-    scan_data,
-    scan_table,
-    show,
-    table,
-)
-from attnrewrite.errors import AttnRewriteError, InputError
-from attnrewrite.files import check_free, staged
+from attnrewrite import cli_commands
+from attnrewrite.cli_output import Notes, say
+from attnrewrite.errors import AttnRewriteError
 
 # Newer releases of typer carry their own copy of click: this is the class that the one in use raises.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 DEBUG = "ATTNREWRITE_DEBUG"
 
-app = typer.Typer(
-    name="attnrewrite",
-    help="Rewrite the attention of trained vision transformers, repair the accuracy, and lower the result.\n\n"
-    "A model is a .pt2 file, path/file.py:factory, timm:NAME, torchvision:NAME, hf:FOLDER, "
-    "or a folder that convert wrote.",
-    epilog="Start with: attnrewrite explain timm:vit_tiny_patch16_224",
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: unfinished output is removed, as it is for Ctrl-C."""
 
 
-def command(example: str) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
-    """Make a function that returns an Outcome a command; its dataclass parameters become options."""
-
-    def register(function: Callable[..., Outcome]) -> Callable[..., Outcome]:
-        flat = flattened(function)
-
-        def invoke(context: typer.Context, **values: Any) -> int:
-            if values["save_config"] is not None:
-                save_config(context, values["save_config"])
-            with results_alone():
-                outcome = flat(**values)
-            show(outcome, as_json=values["json"])
-            return outcome.exit_code
-
-        signature = inspect.signature(flat)
-        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        invoke.__signature__ = signature.replace(parameters=[context, *signature.parameters.values()])  # type: ignore[attr-defined]
-        invoke.__annotations__ = {"context": typer.Context} | flat.__annotations__
-        app.command(name=function.__name__, help=inspect.getdoc(function), epilog=f"Example: {example}")(invoke)
-        return function
-
-    return register
-
-
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help="The model: see attnrewrite --help.", show_default=False)]
-Out = Annotated[Path, typer.Option(help="A folder to write, which must not exist yet.", show_default=False)]
-Force = Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")]
-
-
-@command("attnrewrite explain timm:vit_tiny_patch16_224")
-def explain(source: Source, model: ModelOptions, run: RunOptions) -> Outcome:
-    """Find every attention site, and every softmax that almost is one, and say which variants can stand there."""
-    api = _api(run)
-    scan = api.explain(source, **asdict(model))
-    supported = api.supported(scan)
-    none = None if len(scan) else f"attnrewrite: nothing matched: {scan.model} holds no attention that can be rewritten"
-    return Outcome(scan_data(scan, supported), scan_table(scan, supported), exit_code=0 if len(scan) else 3, note=none)
-
-
-@command("attnrewrite convert model.py:vit --checkpoint vit.pth --calibrate images/ --variant l1 --out out/vit")
-def convert(
-    source: Source,
-    out: Out,
-    model: ModelOptions,
-    run: RunOptions,
-    variant: Annotated[str, typer.Option(help="The attention to put in: see attnrewrite variants.")] = "l1",
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the variant; may be repeated.")
-    ] = None,
-    calibrate: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Images to repair the accuracy with: a folder or an .npz.")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many of those images to use.")] = 1000,
-    steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the closed-form fit.")] = 0,
-    keep: Annotated[
-        list[str] | None, typer.Option(metavar="SITE", help="A site to leave as it is; may be repeated.")
-    ] = None,
-    force: Force = False,
-) -> Outcome:
-    """Replace a model's attention, carry its weights over and, with --calibrate, repair the accuracy without labels.
-
-    Writes model.pt2, weights.safetensors, plan.json and report.json to the output folder.
-    """
-    from attnrewrite.data import load_images
-    from attnrewrite.variants.registry import get_variant
-
-    check_free(out, force=force)
-    options = _key_values(option or [])
-    get_variant(variant, options)
-    images = load_images(calibrate) if calibrate else None
-    api = _api(run)
-    if run.dry_run:
-        return _planned(api, source, model, variant, tuple(keep or ()), out)
-    with bars() as progress:
-        conversion = api.convert(
-            source,
-            variant=variant,
-            options=options,
-            calibration=images,
-            samples=samples,
-            steps=steps,
-            keep=tuple(keep or ()),
-            seed=run.seed,
-            threads=run.threads,
-            progress=progress,
-            **asdict(model),
-        )
-    conversion.save(out, force=force)
-    return Outcome({**conversion.report, "out": str(out)}, f"{out}: {len(conversion.plan.sites)} sites converted")
-
-
-@command("attnrewrite evaluate out/vit --data test.npz")
-def evaluate(
-    source: Source,
-    data: Annotated[str, typer.Option(help="A folder of images or an .npz with x and y.", show_default=False)],
-    model: ModelOptions,
-    run: RunOptions,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="So many images, drawn at random.", show_default="all")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Images in one pass.", show_default="128")] = None,
-) -> Outcome:
-    """Measure top-1 accuracy and, for a converted model, how often it agrees with the original."""
-    from attnrewrite.data import load_images
-
-    images = load_images(data)
-    images = images.sample(samples, run.seed) if samples else images
-    api = _api(run)
-    if run.dry_run:
-        return _would(f"evaluate {source} on {len(images)} images", source=source, n=len(images))
-    with bars() as progress:
-        found = api.evaluate(source, images, batch_size=batch_size, progress=progress, **asdict(model))
-    asked = asdict(list(found.values())[-1])
-    original = asdict(next(iter(found.values()))) if len(found) > 1 else None
-    return Outcome({**asked, "original": original}, evaluation_table(found))
-
-
-@command("attnrewrite lower out/vit --target arm-cpu --out out/arm")
-def lower(
-    source: Source,
-    target: Annotated[str, typer.Option(help="What to lower for: see attnrewrite targets.", show_default=False)],
-    out: Out,
-    model: ModelOptions,
-    run: RunOptions,
-    force: Force = False,
-) -> Outcome:
-    """Lower a model for a target and check the artifact against the model."""
-    from attnrewrite.targets.base import get_target
-
-    check_free(out, force=force)
-    get_target(target).require_build()
-    api = _api(run)
-    if run.dry_run:
-        return _would(f"lower {source} for {target} to {out}", source=source, target=target, out=str(out))
-    artifact = api.lower(source, target, out, force=force, threads=run.threads, **asdict(model))
-    data = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(artifact).items()}
-    return Outcome(data, f"{artifact.path}: {', '.join(artifact.files)} (checked: {artifact.check})")
-
-
-@command("attnrewrite compare out/vit --target host --target arm-cpu --data test.npz --out out/compared")
-def compare(
-    sources: Annotated[
-        list[str],
-        typer.Argument(metavar="[NAME=]SOURCE...", help="The models, the original first.", show_default=False),
-    ],
-    target: Annotated[list[str], typer.Option(help="See attnrewrite targets; may be repeated.", show_default=False)],
-    out: Out,
-    model: ModelOptions,
-    run: RunOptions,
-    data: Annotated[str | None, typer.Option(help="Images, to compare the accuracy as well.")] = None,
-    force: Force = False,
-) -> Outcome:
-    """Compare models on targets: latency where this machine can measure it, size, error and accuracy.
-
-    Writes report.json and report.html to the output folder.
-    """
-    from attnrewrite.data import load_images
-    from attnrewrite.sources import load_source
-    from attnrewrite.targets.base import get_target
-
-    check_free(out, force=force)
-    for name in target:
-        get_target(name)
-    named = _named(sources)
-    images = load_images(data) if data else None
-    api = _api(run)
-    if run.dry_run:
-        return _would(f"compare {', '.join(named)} on {', '.join(target)}", models=list(named), targets=target)
-    models = {name: load_source(source, **asdict(model)) for name, source in named.items()}
-    with bars() as progress:
-        found = api.compare(models, targets=target, data=images, threads=run.threads, progress=progress)
-    with staged(out, force=force) as folder:
-        found.to_json(folder / "report.json")
-        found.to_html(folder / "report.html")
-    return Outcome(found.to_dict(), found.to_table(), note=f"written: {out / 'report.html'}")
-
-
-@command("attnrewrite variants --json")
-def variants(run: RunOptions) -> Outcome:
-    """List the attention variants and their options."""
-    from attnrewrite.variants.registry import option_values
-    from attnrewrite.variants.registry import variants as known
-
-    listed: list[dict[str, Any]] = [
-        {"name": name, "summary": kind.summary, "source": kind.source, "options": option_values(kind())}
-        for name, kind in known().items()
-    ]
-    rows = [
-        [each["name"], each["summary"], ", ".join(f"{k}={v}" for k, v in each["options"].items()), each["source"]]
-        for each in listed
-    ]
-    columns = dict.fromkeys(("variant", "what it is", "options and their defaults", "source"), "left")
-    return Outcome({"variants": listed}, table(None, columns, rows))
-
-
-@command("attnrewrite targets --json")
-def targets(run: RunOptions) -> Outcome:
-    """List the targets, and whether this machine can build and measure for each."""
-    from attnrewrite.targets.base import targets as known
-
-    listed: list[dict[str, Any]] = [
-        {"name": name, "summary": target.summary, **_able(target.availability())} for name, target in known().items()
-    ]
-    rows = [
-        [each["name"], each["summary"], *("yes" if each[k] is True else f"no: {each[k]}" for k in ("build", "measure"))]
-        for each in listed
-    ]
-    columns = dict.fromkeys(("target", "what it is", "builds here", "is measured here"), "left")
-    return Outcome({"targets": listed}, table(None, columns, rows))
-
-
-def _able(availability: Any) -> dict[str, bool | str]:
-    return {key: getattr(availability, key) or True for key in ("build", "measure")}
-
-
-def _api(run: RunOptions) -> Any:
-    """attnrewrite.api, with torch on the threads and the seed that were asked for."""
-    import torch
-
-    from attnrewrite import api
-
-    torch.manual_seed(run.seed)
-    if run.threads is not None:
-        torch.set_num_threads(run.threads)
-    return api
-
-
-def _planned(api: Any, source: str, model: ModelOptions, variant: str, keep: tuple[str, ...], out: Path) -> Outcome:
-    """What convert would do at each site."""
-    scan = api.explain(source, **asdict(model))
-    supported = api.supported(scan)
-    done = {
-        site.id: "kept" if {site.id, site.name} & set(keep) else variant if can is True else f"stays as it is: {can}"
-        for site in scan
-        for can in [supported[site.id][variant]]
-    }
-    rows = [[site.id, site.name, done[site.id]] for site in scan]
-    columns = dict.fromkeys(("id", "name", "would be"), "left")
-    matched = variant in done.values()
-    return Outcome(
-        {"dry_run": True, "out": str(out), "sites": done},
-        table(f"{scan.model}: nothing was written", columns, rows),
-        exit_code=0 if matched else 3,
-        note=None if matched else f"attnrewrite: nothing matched: {variant} can stand at no site of {scan.model}",
-    )
-
-
-def _would(what: str, **data: Any) -> Outcome:
-    return Outcome({"dry_run": True, **data}, f"would {what}; nothing was done")
-
-
-def _key_values(pairs: Sequence[str]) -> dict[str, str]:
-    for pair in pairs:
-        if not re.match(r"\w[\w-]*=", pair):
-            raise InputError(f"--option {pair!r} is not KEY=VALUE, such as centred=false")
-    return {key.replace("-", "_"): value for key, _, value in (pair.partition("=") for pair in pairs)}
-
-
-def _named(sources: Sequence[str]) -> dict[str, str]:
-    """Models by name: the one before an = sign, or what the source is called."""
-    named: dict[str, str] = {}
-    for source in sources:
-        match = None if Path(source).exists() else re.match(r"([\w.+-]+)=(.+)", source)
-        name, spec = match.groups() if match else (re.split(r"[/:]", source.rstrip("/"))[-1], source)
-        if name in named:
-            raise InputError(f"two models are called {name!r}: name them, as in other={spec}")
-        named[name] = spec
-    return named
-
-
-@app.callback(invoke_without_command=True)
-def about(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
-) -> None:
-    if version:
-        print(f"attnrewrite {__version__}")
-    elif context.invoked_subcommand is None:
-        print(context.get_help())
+def _terminate(*_: object) -> None:
+    raise Terminated
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code. Errors are one line on standard error."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished output is removed
+    before = signal.signal(signal.SIGTERM, _terminate)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # they are for whoever writes Python
     notes = Notes()
     logging.getLogger("attnrewrite").addHandler(notes)
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     finally:
         logging.getLogger("attnrewrite").removeHandler(notes)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(arguments: list[str]) -> int:
+    command = typer.main.get_command(cli_commands.app)
     try:
-        return typer.main.get_command(app).main(arguments, prog_name="attnrewrite", standalone_mode=False) or 0
+        if "_ATTNREWRITE_COMPLETE" in os.environ:  # a shell asks for completions
+            return command.main(arguments, prog_name="attnrewrite")
+        with command.make_context("attnrewrite", arguments) as context:
+            return command.invoke(context) or 0
+    except typer.Exit as finished:
+        return finished.exit_code
     except AttnRewriteError as error:
         return _failed(f"error: {error}", error.exit_code)
     except UsageError as error:
         return _failed(*_usage(error))
-    except (typer.Abort, KeyboardInterrupt):
-        return _failed("stopped", 130)
+    except KeyboardInterrupt as stopped:
+        return _failed("stopped", 143 if isinstance(stopped, Terminated) else 130)
     except BrokenPipeError:  # the reader of our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141

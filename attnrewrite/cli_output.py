@@ -3,10 +3,12 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,13 +31,27 @@ class Outcome:
 def show(outcome: Outcome, *, as_json: bool) -> None:
     """Print an outcome on standard output."""
     if as_json:
-        print(json.dumps(outcome.data, indent=2, allow_nan=False))
+        text = json.dumps(_finite(outcome.data), indent=2, allow_nan=False) + "\n"
     else:
         from rich.console import Console
 
-        Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty()).print(outcome.shown)
+        console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
+        with console.capture() as captured:
+            console.print(outcome.shown)
+        text = captured.get()
+    sys.stdout.write(text)
+    sys.stdout.flush()
     if outcome.note:
         say(outcome.note)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null where JSON has no number."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def say(message: str) -> None:
@@ -134,10 +150,11 @@ def scan_table(scan: "Scan", supported: Mapping[str, Mapping[str, Any]]) -> "Ren
     ]
     columns = dict.fromkeys(("id", "name", "kind", "heads", "tokens", "head dim", "bias", "variants"), "left")
     misses = [[miss.name, miss.anchor, miss.reason, miss.detail] for miss in scan.near_misses]
-    parts = [table(f"{scan.model}: {len(scan)} attention sites", columns, sites)]
+    title = f"{scan.model}: {len(scan)} attention sites"
+    parts: list[Any] = [table(title, columns, sites) if sites else title]
     if misses:
         columns = dict.fromkeys(("name", "anchor", "reason", "detail"), "left")
-        parts.append(table(f"\n{len(misses)} near misses", columns, misses))
+        parts.append(table(f"\nnear misses: {len(misses)}", columns, misses))
     return Group(*parts)
 
 
@@ -145,6 +162,21 @@ def _supported(variants: Mapping[str, Any]) -> str:
     """'l1, relu-linear; not mobile (why)'."""
     able = ", ".join(name for name, reason in variants.items() if reason is True) or "none"
     return "; ".join([able, *(f"not {name} ({reason})" for name, reason in variants.items() if reason is not True)])
+
+
+def conversion_table(report: Mapping[str, Any], out: Path) -> "RenderableType":
+    """What became of each site, and what each stage of calibration did."""
+    from rich.console import Group
+
+    sites = [[each["id"], each["name"], each["variant"], each["note"] or ""] for each in report["sites"]]
+    changed = sum(each["variant"] == report["variant"] for each in report["sites"])
+    title = f"{out}: {changed} of {len(sites)} sites of {report['model']} are {report['variant']}"
+    parts = [table(title, dict.fromkeys(("id", "name", "is now", "note"), "left"), sites)]
+    if stages := report["calibration"]["stages"]:
+        headings = dict.fromkeys(stages[0], "left")
+        rows = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in stage.values()] for stage in stages]
+        parts.append(table(f"\ncalibrated on {report['calibration']['images']} images", headings, rows))
+    return Group(*parts)
 
 
 def evaluation_table(evaluations: Mapping[str, "Evaluation"]) -> "RenderableType":

@@ -57,14 +57,18 @@ class Images:
         chosen = np.random.default_rng(seed).permutation(len(self))[:n]
         return replace(self, x=self.x[chosen], y=None if self.y is None else self.y[chosen])
 
+    def check(self, preprocessing: Preprocessing | None, input_size: Size) -> None:
+        """Raise InputError where the images do not fit `input_size` (C, H, W), or `preprocessing` is missing."""
+        self.x.check(preprocessing, input_size)
+
     def batches(
         self, preprocessing: Preprocessing | None, size: int, input_size: Size
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Batches of `size` images (the last may be smaller): float32 [b, C, H, W] and int64 labels [b] or None.
 
-        Raises InputError at once where the images do not fit `input_size` (C, H, W) or `preprocessing` is missing.
+        Raises InputError at once where `check` does.
         """
-        self.x.check(preprocessing, input_size)
+        self.check(preprocessing, input_size)
         return self._batches(preprocessing, size, input_size)
 
     def _batches(

@@ -25,7 +25,7 @@ class Vit(nn.Module):
 
     def forward(self, x):
         x = self.embed(x).flatten(2).transpose(1, 2)
-        return self.head(self.blocks(torch.cat([self.token.expand(len(x), -1, -1), x], 1))[:, 0])
+        return self.head(self.blocks(torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1))[:, 0])
 
 
 class Gated(nn.Module):

@@ -114,7 +114,7 @@ BAD_CHECKPOINTS: dict[str, tuple[str, Callable[[Path, dict], object], str]] = {
     "lfs": ("w.pt", lambda path, state: path.write_text("version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
     "truncated": ("w.pt", truncated, "is truncated or is not a PyTorch checkpoint"),
     "truncated safetensors": ("w.safetensors", safetensors_cut, "is truncated or is not a safetensors file"),
-    "noise": ("w.pt", lambda path, state: path.write_bytes(bytes(range(7, 207))), "checkpoint"),
+    "noise": ("w.pt", lambda path, state: path.write_bytes(bytes(range(7, 207))), "w.pt is damaged"),
     "another suffix": ("w.npz", lambda path, state: path.touch() or path.write_text("x"), "is a file ending in"),
     "code": ("w.pt", torch_saved(lambda s: {"state_dict": s, "extra": Code()}), r"would run code \(\w+.system\)"),
     "code in a plain pickle": ("w.pt", pickled(Code(), 2), r"would run code \(\w+.system\)"),
