@@ -44,7 +44,6 @@ def rewrite(
     module: GraphModule, found: Scan, replacements: dict[str, RewrittenSite], parameters: "dict[str, Tensor] | None" = None
 ) -> tuple[GraphModule, tuple[Edit, ...]]:
     """A copy of `module` in which each site of `replacements` is one module call; dead parameters are gone."""
-    result = copy.copy(module)
     result = GraphModule(module, copy.deepcopy(module.graph))
     result.meta.update(module.meta)
     nodes = {node.name: node for node in result.graph.nodes}
@@ -52,7 +51,9 @@ def rewrite(
     for site in found.sites:
         if site.id in replacements:
             edits.append(_swap(result, nodes, site, replacements[site.id]))
-    result.graph.eliminate_dead_code()
+    replaced = {node for site in found.sites if site.id in replacements for node in site.nodes}
+    # torch counts SDPA as impure for its dropout: left to itself, it would keep the attention that was replaced
+    result.graph.eliminate_dead_code(lambda node: node.is_impure() and node.name not in replaced)
     _drop_unused(result)
     _own_parameters(result)
     _set_parameters(result, parameters or {})

@@ -37,8 +37,9 @@ class _Reader:
 
     def __init__(self, graph: GraphView) -> None:
         self.graph = graph
-        self.strict = Tracer(graph)
-        self.layout = Tracer(graph, lambda operation: crosses_layout(graph, operation))
+        live = cast(GraphView, ComputedConstants(graph))
+        self.strict = Tracer(live)
+        self.layout = Tracer(live, lambda operation: crosses_layout(live, operation))
 
     def read(self, value: str, number: int) -> AttentionSite | NearMiss:
         operation = self.graph.operation(value)
@@ -95,7 +96,9 @@ def _site(graph: GraphView, strict: Tracer, layout: Tracer, found: Spelling, num
 
 
 def _anchor(operation: Operation) -> Anchor:
-    return "sdpa" if operation.kind == "sdpa" else "softmax"
+    if operation.kind == "sdpa":
+        return "attention-op" if operation.attributes.get("anchor") == "attention-op" else "sdpa"
+    return "softmax"
 
 
 def _windows(graph: GraphView, folded: Fold) -> int:

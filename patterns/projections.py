@@ -21,8 +21,6 @@ def is_map(graph: GraphView, operation: Operation) -> bool:
 
 def trace_projection(graph: GraphView, strict: Tracer, layout: Tracer, side: Side, folded: Fold) -> Projection | Untraced:
     """The projection that makes one operand, directly or through normalisation and rotation."""
-    if graph.is_constant(side.value):
-        return Untraced("constant", "it is a learned constant, not a projection of tokens")
     exact = strict.trace(side.value)
     direct = _from_map(graph, strict, side, folded, exact)
     if isinstance(direct, Projection):
@@ -48,6 +46,8 @@ def _from_map(graph: GraphView, strict: Tracer, side: Side, folded: Fold, origin
         normalization = _batch_norm(operation)
         index = before.index.reshape(-1)[index]
         source, operation = before.source, graph.operation(before.source)
+    if operation.kind == "constant":
+        return Untraced("constant", "it is a learned constant, not a projection of tokens")
     if not is_map(graph, operation):
         return Untraced("no-projection", f"it comes from {operation.name}, not from a linear map of parameters")
     channel, token = coordinates(graph, Provenance((source,), (0,), index, 1.0, ()))

@@ -84,10 +84,21 @@ def uses_rotation(graph: GraphView, layout: Tracer, value: str) -> bool:
         operation = graph.operation(crossed)
         live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
         if operation.name in ("add", "sub") and len(live) == 2:
-            sources = [set(layout.trace(operand).sources) for operand in live]
-            if sources[0] & sources[1]:
+            if _origins(graph, layout, live[0]) & _origins(graph, layout, live[1]):
                 return True
     return False
+
+
+def _origins(graph: GraphView, layout: Tracer, value: str) -> set[str]:
+    """The sources of a value, also those behind a joint of parts with unlike factors (half of them negated)."""
+    found: set[str] = set()
+    for source in layout.trace(value).sources:
+        operation = graph.operation(source)
+        if operation.kind == "move" and not operation.attributes.get("directed_by"):
+            found.update(*(_origins(graph, layout, operand) for operand in operation.inputs))
+        else:
+            found.add(source)
+    return found
 
 
 def region(graph: GraphView, start: tuple[str, ...], end: str) -> tuple[str, ...]:
