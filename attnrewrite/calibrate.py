@@ -5,16 +5,15 @@ student. Stages are objects that change the student in place, and compose: each 
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import Tensor
 from torch.fx import GraphModule
 
+from attnrewrite.calibrate_distill import Distillation, SiteDistillation
 from attnrewrite.calibrate_fit import Fit
-from attnrewrite.calibrate_graph import Batches
-from attnrewrite.calibrate_stage import Calibration, Progress, Stage, StageReport, distance, stage_report
+from attnrewrite.calibrate_stage import Calibration, Pool, Progress, Stage, StageReport, distance, stage_report
 from attnrewrite.data import Images
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.preprocessing import Preprocessing, Size
@@ -53,14 +52,12 @@ def calibrate(
         CheckFailedError: a fit or a loss is not finite; the message names the site.
         InputError: the images do not fit the model.
     """
-    fitted, held_out = split(images, batch_size)
-    calibration = Calibration(
-        teacher, student,
-        images=_batches(fitted, preprocessing, batch_size, input_size),
-        held_out=_batches(held_out, preprocessing, batch_size, input_size),
-        seed=seed, progress=progress,
-    )  # fmt: skip
-    return run(calibration, (Copy(), Fit()))
+    fitted, held_out = (Pool(part, preprocessing, input_size, batch_size) for part in split(images, batch_size))
+    calibration = Calibration(teacher, student, fitted, held_out, seed, progress)
+    stages: tuple[Stage, ...] = (Copy(), Fit())
+    if steps:
+        stages += (SiteDistillation(), Distillation(steps))
+    return run(calibration, stages)
 
 
 def run(calibration: Calibration, stages: Sequence[Stage]) -> list[StageReport]:
@@ -90,11 +87,3 @@ def split(images: Images, batch_size: int) -> tuple[Images, Images]:
 
 def _take(images: Images, indices: np.ndarray) -> Images:
     return replace(images, x=images.x[indices], y=None)
-
-
-def _batches(images: Images, preprocessing: Preprocessing | None, size: int, input_size: Size) -> Batches:
-    def stream() -> Iterator[tuple[Tensor, ...]]:
-        for pixels, _ in images.batches(preprocessing, size, input_size):
-            yield (pixels,)
-
-    return stream

@@ -77,6 +77,8 @@ class Fit:
         with Segments(calibration.teacher, calibration.images) as teacher, Segments(student, calibration.images) as own:
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
                 calibration.report(self.name, done, len(points))
+                for segments in (teacher, own):
+                    segments.advance(own.order[point.node])
                 undo.append(point.undo())
                 self._fit_point(point, following, teacher, own)
         calibration.report(self.name, len(points), len(points))
@@ -97,9 +99,6 @@ class Fit:
         except torch.linalg.LinAlgError as error:
             raise CheckFailedError(f"{self.name}: {point.name} has no solution ({error}); {_way_out(point)}") from error
         _check_finite(self.name, point)
-        if following is not None:
-            student.advance(student.order[following.node])
-            teacher.advance(student.order[following.node])
 
     def _residual_fit(self, branch: Branch, teacher: Segments, student: Segments) -> Tensor:
         """The change of the branch's map, [columns, outputs]."""

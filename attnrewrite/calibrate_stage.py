@@ -2,7 +2,7 @@
 
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -11,22 +11,44 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from attnrewrite.calibrate_graph import Batches
+from attnrewrite.data import Images
+from attnrewrite.preprocessing import Preprocessing, Size
 
 Progress = Callable[[str, int, int], None]  # what is being done, how many of it are done, of how many
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """The two models and the images. Each call of `images` or `held_out` streams the same input batches again.
+class Pool:
+    """Images as the model's inputs. Each call streams the same batches of `batch_size` again (the last may be less)."""
 
-    Nothing is ever fitted to the held-out batches: they only measure, and choose what is kept.
+    images: Images
+    preprocessing: Preprocessing | None
+    input_size: Size
+    batch_size: int
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __call__(self) -> Iterator[tuple[Tensor, ...]]:
+        for pixels, _ in self.images.batches(self.preprocessing, self.batch_size, self.input_size):
+            yield (pixels,)
+
+    def draw(self, indices: Tensor) -> Tensor:
+        """The images at `indices` [b], as float32 [b, C, H, W]."""
+        return self.images.x[indices.numpy()].read(self.preprocessing, self.input_size)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The two models and the images.
+
+    Nothing is ever fitted to the held-out images: they only measure, and choose what is kept.
     """
 
     teacher: GraphModule
     student: GraphModule
-    images: Batches
-    held_out: Batches
+    images: Pool
+    held_out: Pool
     seed: int = 0
     progress: Progress | None = None
 

@@ -1,0 +1,133 @@
+"""The stages with gradients: each site towards the teacher's, then the whole model towards the teacher's logits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from attnrewrite.calibrate_fit import Fit, fit_points
+from attnrewrite.calibrate_stage import Calibration, distance, first_tensor
+from attnrewrite.calibrate_train import Schedule, train
+from attnrewrite.checks import recorded, rewritten_sites
+
+
+@dataclass(frozen=True)
+class SiteDistillation:
+    """Each site by itself, all at once: its output for the teacher's inputs towards the teacher's output. Then the maps
+    that end the residual branches are fitted again, for what the sites became.
+
+    Where that ends worse on the held-out images than it began, nothing is changed.
+    """
+
+    steps: int = 60
+    batch: int = 64
+    rate: float = 2e-3
+    name: str = "site distillation"
+
+    def run(self, calibration: Calibration) -> tuple[str, ...]:
+        student = calibration.student
+        before, restore = distance(calibration).loss, saved(student)
+        sites = rewritten_sites(student)
+        parameters = [p for site in sites.values() for p in site.parameters() if p.requires_grad]
+
+        def losses(images: Tensor) -> dict[str, Tensor]:
+            with torch.no_grad(), recorded(calibration.teacher) as calls:
+                calibration.teacher(images)
+            return {name: relative_error(site(*calls[name][0]), calls[name][1]) for name, site in sites.items()}
+
+        train(self.name, calibration, parameters, losses, Schedule(self.steps, self.batch, self.rate))
+        notes = Fit(forms=False, name=f"{self.name}: fit").run(calibration)
+        if distance(calibration).loss <= before:
+            return notes
+        restore()
+        return ("taken back: the held-out images came out no better",)
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The whole student towards the teacher: Kullback-Leibler divergence of the logits (squared error, where the output
+    is no logits), and squared error of the residual stream after every fitted point.
+
+    The student that was best on the held-out images is kept, the one it started from included; without a better one
+    in `patience` checks, one every `every` steps, it stops early.
+    """
+
+    steps: int
+    batch: int = 64
+    rate: float = 2e-4
+    features: float = 1.0
+    every: int = 20
+    patience: int = 10
+    name: str = "distillation"
+
+    def run(self, calibration: Calibration) -> tuple[str, ...]:
+        student = calibration.student
+        streams = list(dict.fromkeys(point.stream.name for point in fit_points(student)))
+        teacher, own = with_values(calibration.teacher, streams), with_values(student, streams)
+        parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
+
+        def losses(images: Tensor) -> dict[str, Tensor]:
+            with torch.no_grad():
+                wanted, states = teacher(images)
+            given, found = own(images)
+            near = [relative_error(a, b) for a, b in zip(found, states, strict=True)]
+            shares = {name: loss * (self.features / len(streams)) for name, loss in zip(streams, near, strict=True)}
+            return {"the output": output_loss(first_tensor(given), first_tensor(wanted)), **shares}
+
+        best = Best(student, distance(calibration).loss)
+
+        def after_step(step: int) -> bool:
+            if (step + 1) % self.every == 0 or step + 1 == self.steps:
+                best.see(distance(calibration).loss, step + 1)
+            return best.since <= self.patience
+
+        train(self.name, calibration, parameters, losses, Schedule(self.steps, self.batch, self.rate), after_step)
+        best.restore()
+        return (f"best after {best.step} of {self.steps} steps",)
+
+
+class Best:
+    """The student of the lowest held-out loss so far. `since` counts how often it was looked at without a better one."""
+
+    def __init__(self, student: GraphModule, loss: float) -> None:
+        self.student = student
+        self.loss, self.step, self.since = loss, 0, 0
+        self.restore = saved(student)
+
+    def see(self, loss: float, step: int) -> None:
+        self.since += 1
+        if loss < self.loss:
+            self.loss, self.step, self.since = loss, step, 0
+            self.restore = saved(self.student)
+
+
+def saved(module: GraphModule) -> Callable[[], None]:
+    """What puts the module's tensors back to how they are now."""
+    state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    return lambda: module.load_state_dict(state) and None
+
+
+def with_values(module: GraphModule, names: list[str]) -> GraphModule:
+    """`module` with the values called `names` beside its output: (output, values). Parameters are shared."""
+    graph = torch.fx.Graph()
+    copies: dict[Node, Node] = {}
+    output = graph.graph_copy(module.graph, copies)
+    graph.output((output, [copy for node, copy in copies.items() if node.name in names]))
+    graph.set_codegen(torch.fx.graph.CodeGen())
+    return GraphModule(module, graph)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> Tensor:
+    """Squared error over the energy of `wanted` around its mean."""
+    energy = (wanted - wanted.mean()).square().mean().clamp(min=torch.finfo(wanted.dtype).tiny)
+    return (found - wanted).square().mean() / energy
+
+
+def output_loss(given: Tensor, wanted: Tensor) -> Tensor:
+    """Kullback-Leibler divergence [images, classes] in nats an image, else the relative squared error."""
+    if wanted.dim() != 2 or wanted.shape[1] < 2:
+        return relative_error(given, wanted)
+    return F.kl_div(given.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)
