@@ -1,0 +1,102 @@
+"""Converting: what is converted, what is kept and why, what is checked, and what is left on disk."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnrewrite as ar
+from attnrewrite.checks import identity_errors
+from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
+from tests.test_passes import Encoder
+
+INPUTS = (torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
+
+
+def encoder() -> nn.Module:
+    """An encoder whose attention matters: its output changes visibly when the attention does."""
+    torch.manual_seed(0)
+    model = Encoder()
+    with torch.no_grad():
+        for layer in model.blocks.layers:
+            layer.self_attn.in_proj_weight.mul_(3)
+            layer.self_attn.out_proj.weight.mul_(4)
+    return model
+
+
+def test_a_copy_keeps_the_parameters_and_reports_every_site() -> None:
+    done = ar.convert(encoder(), INPUTS, variant="relu-linear")
+    assert [site["variant"] for site in done.report["sites"]] == ["relu-linear", "relu-linear"]
+    assert all(site["identity_error"] <= 1e-5 for site in done.report["sites"])
+    assert all(site["float64_error"] <= 1e-3 for site in done.report["sites"])
+    assert done.module(INPUTS[0]).shape == (2, 5)
+
+
+def test_sites_are_kept_by_id_or_by_name() -> None:
+    names = [site.name for site in ar.explain(encoder(), INPUTS)]
+    done = ar.convert(encoder(), INPUTS, variant="l1", keep=["site0"])
+    assert [site["note"] for site in done.report["sites"]] == ["stays as it is: kept on request", None]
+    with pytest.raises(NothingMatchedError, match="kept on request"):
+        ar.convert(encoder(), INPUTS, variant="l1", keep=names)
+    with pytest.raises(InputError, match=r"unknown site to keep 'site7': did you mean 'site"):
+        ar.convert(encoder(), INPUTS, variant="l1", keep=["site7"])
+
+
+def test_calibration_repairs_and_is_the_same_for_a_seed() -> None:
+    images = torch.randn(128, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    first, second = (ar.convert(encoder(), INPUTS, variant="l1", calibration=images, seed=3) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.module.parameters(), second.module.parameters(), strict=True))
+    stages = {stage["name"]: stage for stage in first.report["calibration"]["stages"]}
+    assert stages["fit"]["kl_after"] < stages["copy"]["kl_after"]
+
+
+def test_a_model_without_attention_says_what_was_almost_one() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gate(x).softmax(-1) * x
+
+    with pytest.raises(NothingMatchedError, match=r"no attention to rewrite .*comes from linear"):
+        ar.convert(Gated(), (torch.randn(2, 8),), variant="l1")
+
+
+def test_an_extraction_that_is_wrong_stops_the_conversion() -> None:
+    done = ar.convert(encoder(), INPUTS, variant="softmax")
+    with torch.no_grad():
+        done.module.attention_site1.query.weight[0, 0] += 0.5
+    with pytest.raises(CheckFailedError, match=r"site1 .* the extraction is wrong there; keep the site with --keep site1"):
+        identity_errors(done.original, done.module, done.scan, INPUTS)
+
+
+def test_a_converted_folder_is_whole_and_loads_again(tmp_path: Path) -> None:
+    done = ar.convert(encoder(), INPUTS, variant="l1")
+    folder = done.save(tmp_path / "out")
+    assert sorted(path.name for path in folder.iterdir()) == ["model.pt2", "plan.json", "report.json", "weights.safetensors"]
+    assert json.loads((folder / "report.json").read_text())["variant"] == "l1"
+    with pytest.raises(InputError, match="exists"):
+        done.save(tmp_path / "out")
+    program = torch.export.load(folder / "model.pt2").module()
+    x = torch.randn(7, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.allclose(program(x), done.module(x), atol=1e-6)
+
+
+def test_a_failed_check_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = ar.convert(encoder(), INPUTS, variant="l1")
+    monkeypatch.setattr("attnrewrite.checks.EXPORT_TOLERANCE", -1.0)
+    with pytest.raises(CheckFailedError, match="differs from the module"):
+        done.save(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nan_in_the_weights_is_found_before_anything_is_written() -> None:
+    model = encoder()
+    with torch.no_grad():
+        model.blocks.layers[1].self_attn.in_proj_weight[0, 0] = float("nan")
+    with pytest.raises(CheckFailedError, match="site1"):
+        ar.convert(model, INPUTS, variant="l1")

@@ -1,0 +1,112 @@
+"""The FX pass: what it edits, what it leaves, and that the result is a model like any other."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from attnrewrite.capture import Captured, capture, export
+from attnrewrite.checks import float64_errors, relative_error, rewritten_sites
+from attnrewrite.errors import InputError
+from attnrewrite.passes.fx import FxRewrite
+from attnrewrite.patterns.attention import scan
+from attnrewrite.patterns.fx import FxGraph
+from attnrewrite.plan import Placement, Plan
+from attnrewrite.site import Scan
+from attnrewrite.variants.registry import get_variant
+
+
+class Encoder(nn.Module):
+    """[B, 3, 16, 16] -> [B, 5]: 16 patches and a class token through two pre-norm blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 16, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, 16))
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        return self.head(self.blocks(torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1))[:, 0])
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    torch.manual_seed(0)
+    return capture("encoder", Encoder().eval(), (torch.randn(2, 3, 16, 16),))
+
+
+@pytest.fixture(scope="module")
+def found(captured: Captured) -> Scan:
+    return scan(FxGraph(captured.module), "encoder")
+
+
+def plan(found: Scan, variant: str, sites: slice = slice(None)) -> Plan:
+    return Plan(found.model, tuple(Placement.at(site, get_variant(variant)) for site in found.sites[sites]))
+
+
+def test_the_grid_and_its_class_token_are_known(found: Scan) -> None:
+    grids = [site.grid and (site.grid.rows, site.grid.columns, site.grid.prefix) for site in found.sites]
+    assert grids == [(4, 4, 1), (4, 4, 1)]
+
+
+def test_only_the_placed_sites_change_and_the_original_stays(captured: Captured, found: Scan) -> None:
+    x = torch.randn(3, 3, 16, 16)
+    before = captured.module(x)
+    state = {name: tensor.clone() for name, tensor in captured.module.state_dict().items()}
+    rewritten, edits = FxRewrite(plan(found, "l1", slice(1, 2))).apply(captured.module)
+    assert [(edit.site, edit.module) for edit in edits] == [("site1", "attention_site1")]
+    assert sum("scaled_dot_product" in str(node.target) for node in rewritten.graph.nodes) == 1
+    with torch.no_grad():
+        for parameter in rewritten.parameters():
+            parameter.mul_(2)
+    assert torch.equal(captured.module(x), before)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in captured.module.state_dict().items())
+
+
+def test_dead_parameters_go_and_nothing_is_lost(captured: Captured, found: Scan) -> None:
+    identity = FxRewrite(plan(found, "softmax"))(captured.module)
+    names = dict(identity.named_parameters())
+    assert not [name for name in names if "in_proj" in name or "out_proj" in name]
+    count = sum(parameter.numel() for parameter in captured.module.parameters())
+    assert sum(parameter.numel() for parameter in names.values()) == count
+
+
+def test_the_result_trains_saves_and_exports_again(captured: Captured, found: Scan) -> None:
+    rewritten = FxRewrite(plan(found, "l1"))(captured.module)
+    assert isinstance(rewritten, GraphModule)
+    x = torch.randn(4, 3, 16, 16)
+    rewritten(x).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in rewritten.parameters())
+    program, note = export(rewritten, (x[:1],))
+    assert note is None
+    with torch.no_grad():
+        assert relative_error(program.module()(x), rewritten(x)) < 1e-6
+
+
+def test_a_rewritten_graph_has_nothing_left_to_find(captured: Captured, found: Scan) -> None:
+    program, _ = export(FxRewrite(plan(found, "l1"))(captured.module), captured.example_inputs)
+    again = scan(FxGraph(capture("again", program, captured.example_inputs).module), "again")
+    # the class token's exact softmax row is still an attention, over one query
+    assert [site.n_queries for site in again.sites] == [1, 1]
+
+
+def test_the_rewritten_arithmetic_is_checked_in_float64(captured: Captured, found: Scan) -> None:
+    rewritten = FxRewrite(plan(found, "l1"))(captured.module)
+    errors = float64_errors(rewritten, captured.example_inputs)
+    assert set(errors) == set(rewritten_sites(rewritten)) == {"site0", "site1"}
+    assert max(errors.values()) < 1e-5
+
+
+def test_a_variant_that_refuses_a_site_is_an_error_that_names_it(captured: Captured, found: Scan) -> None:
+    with pytest.raises(InputError, match="refusing cannot stand at site0 .*: it has the wrong colour"):
+        FxRewrite(Plan("encoder", (Placement.at(found.sites[0], _Refusing()),)))(captured.module)  # type: ignore[arg-type]
+
+
+class _Refusing:
+    name = "refusing"
+
+    def refuse(self, site: object) -> str:
+        return "has the wrong colour"

@@ -1,0 +1,85 @@
+"""Plans: saved, read, applied again to the bit, and refused where they do not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnrewrite as ar
+from attnrewrite.capture import capture
+from attnrewrite.errors import InputError
+from attnrewrite.passes.fx import FxRewrite
+from attnrewrite.plan import PLAN_FILE, WEIGHTS_FILE, Plan
+from tests.test_passes import Encoder
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[ar.Conversion, Path]:
+    torch.manual_seed(0)
+    done = ar.convert(Encoder(), (torch.randn(2, 3, 16, 16),), variant="l1", calibration=torch.randn(96, 3, 16, 16))
+    return done, done.save(tmp_path_factory.mktemp("plans") / "encoder")
+
+
+def fresh(seed: int = 0) -> torch.fx.GraphModule:
+    torch.manual_seed(seed)
+    return capture("encoder", Encoder().eval(), (torch.randn(2, 3, 16, 16),)).module
+
+
+def test_a_saved_plan_applied_to_a_fresh_copy_gives_the_same_bits(converted: tuple[ar.Conversion, Path]) -> None:
+    done, folder = converted
+    again = FxRewrite(Plan.load(folder))(fresh())
+    x = torch.randn(5, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(again(x), done.module(x))
+        assert not torch.equal(again(x), fresh()(x))
+
+
+def test_a_plan_for_another_model_names_the_first_site_that_differs(converted: tuple[ar.Conversion, Path]) -> None:
+    with pytest.raises(InputError, match=r"site0 \(.*\) has fingerprint .* apply the plan to the model"):
+        FxRewrite(Plan.load(converted[1]))(fresh(seed=1))
+
+
+def test_a_plan_for_a_deeper_model_names_the_missing_site(converted: tuple[ar.Conversion, Path]) -> None:
+    torch.manual_seed(0)
+    model = Encoder().eval()
+    model.blocks.layers = model.blocks.layers[:1]
+    shallow = capture("shallow", model, (torch.randn(2, 3, 16, 16),)).module
+    with pytest.raises(InputError, match="site1 .* is missing, the model has 1 sites"):
+        FxRewrite(Plan.load(converted[1]))(shallow)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        (PLAN_FILE, "{", "not a plan of this version"),
+        (PLAN_FILE, '{"version": 2, "model": "m", "placements": []}', "not a plan of this version"),
+        (PLAN_FILE, None, "cannot be read"),
+        (WEIGHTS_FILE, "nothing like safetensors", "cannot be read as safetensors"),
+        (WEIGHTS_FILE, None, "cannot be read as safetensors"),
+    ],
+)
+def test_a_damaged_plan_is_one_clear_line(
+    converted: tuple[ar.Conversion, Path], tmp_path: Path, file: str, content: str | None, words: str
+) -> None:
+    for name in (PLAN_FILE, WEIGHTS_FILE):
+        (tmp_path / name).write_bytes((converted[1] / name).read_bytes())
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_text(content)
+    with pytest.raises(InputError, match=words) as caught:
+        Plan.load(tmp_path)
+    assert str(tmp_path / file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_variant_in_a_plan_is_an_error_with_the_nearest_name(
+    converted: tuple[ar.Conversion, Path], tmp_path: Path
+) -> None:
+    for name in (PLAN_FILE, WEIGHTS_FILE):
+        (tmp_path / name).write_bytes((converted[1] / name).read_bytes())
+    document = json.loads((tmp_path / PLAN_FILE).read_text())
+    document["placements"][0]["variant"] = "l11"
+    (tmp_path / PLAN_FILE).write_text(json.dumps(document))
+    with pytest.raises(InputError, match="did you mean 'l1'"):
+        Plan.load(tmp_path)
