@@ -39,9 +39,9 @@ def mean_product(query: Tensor, key: Tensor, value: Tensor, order: Order) -> Ten
 
 
 def kernel_attention(query: Tensor, key: Tensor, value: Tensor, epsilon: float, order: Order) -> Tensor:
-    """Weights phi(q) . phi(k), normalised over the keys: phi(q) [phi(k)^T v] / (phi(q) . sum_j phi(k_j) + epsilon).
+    """Weights phi(q) . phi(k), normalised over the keys: phi(q) [phi(k)^T v] / phi(q) . sum_j phi(k_j).
 
-    `query` and `key` are the features, non-negative; `epsilon` counts against the mean over the keys.
+    `query` and `key` are the features, non-negative; `epsilon` is the least that the mean weight of a row may be.
     """
     weight = query @ key.mean(2, keepdim=True).transpose(2, 3)
-    return mean_product(query, key, value, order) / (weight + safe(epsilon, weight.dtype))
+    return mean_product(query, key, value, order) / weight.clamp(min=safe(epsilon, weight.dtype))
