@@ -78,5 +78,6 @@ def _usage(error: Any) -> tuple[str, int]:
     """A usage error of click's, in one line with the way to help."""
     name = error.ctx.command_path if error.ctx else "attnrewrite"
     close = getattr(error, "possibilities", None)
-    message = f"{error.message}. Did you mean {' or '.join(close)}?" if close else error.format_message().rstrip(".")
-    return f"error: {message} (see {name} --help)", 2
+    message = (error.message if close else error.format_message()).rstrip(".")
+    hint = f". Did you mean {' or '.join(close)}?" if close else ""
+    return f"error: {message}{hint} (see {name} --help)", 2

@@ -173,10 +173,24 @@ def conversion_table(report: Mapping[str, Any], out: Path) -> "RenderableType":
     title = f"{out}: {changed} of {len(sites)} sites of {report['model']} are {report['variant']}"
     parts = [table(title, dict.fromkeys(("id", "name", "is now", "note"), "left"), sites)]
     if stages := report["calibration"]["stages"]:
-        headings = dict.fromkeys(stages[0], "left")
-        rows = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in stage.values()] for stage in stages]
-        parts.append(table(f"\ncalibrated on {report['calibration']['images']} images", headings, rows))
+        rows = [
+            [
+                stage["name"],
+                f"{stage['seconds']:.1f}",
+                *(_change(stage, what, form) for what, form in (("error", ".3g"), ("kl", ".3g"), ("agreement", ".1f"))),
+                "; ".join(stage["notes"]),
+            ]
+            for stage in stages
+        ]
+        columns = dict.fromkeys(("stage", "seconds", "error", "KL, nats", "agreement, %", "note"), "left")
+        title = f"\ncalibrated on {report['calibration']['images']} images; distance to the original on held-out ones"
+        parts.append(table(title, columns, rows))
     return Group(*parts)
+
+
+def _change(stage: Mapping[str, Any], what: str, form: str) -> str:
+    before, after = stage[f"{what}_before"], stage[f"{what}_after"]
+    return "" if after is None else f"{before:{form}} -> {after:{form}}"
 
 
 def evaluation_table(evaluations: Mapping[str, "Evaluation"]) -> "RenderableType":

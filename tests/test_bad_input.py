@@ -138,7 +138,7 @@ CASES: dict[str, tuple[str, int, str]] = {
     ),
     # Names.
     "an unknown command": ("covnert models.py:vit", 2, "No such command 'covnert'. Did you mean 'convert'?"),
-    "an unknown option": (f"{CONVERT} --varient l1", 2, "No such option: --varient. Did you mean --variant?"),
+    "an unknown option": (f"{CONVERT} --varient l1", 2, "--varient. Did you mean --variant?"),
     "an unknown variant": (f"{CONVERT} --variant l2", 2, "unknown variant 'l2': did you mean 'l1'?"),
     "an unknown variant option": (
         f"{CONVERT} --option centered=true",
