@@ -1,0 +1,320 @@
+"""ONNX graphs (onnx_ir) behind the GraphView protocol. No torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import onnx_ir as ir
+
+from attnrewrite.patterns.attention import scan
+from attnrewrite.patterns.graph import Operation
+from attnrewrite.patterns.onnx_ops import BINARY, MOVED, QUANTISED, SHAPE_ONLY, SIMPLE
+from attnrewrite.patterns.onnx_prepare import prepare
+from attnrewrite.patterns.onnx_recognise import (
+    BiasedProduct,
+    biased_product,
+    normalised_by_hand,
+    quantised_around,
+    scope_of,
+)
+from attnrewrite.patterns.onnx_sizes import PRIVATE, Size, evaluate
+from attnrewrite.site import Frontend, Scan
+
+_RESULT = "result of the model: "  # stands for the reader of a graph output among a value's users
+_WORTH_KEEPING = 1 << 16  # elements up to which a computed constant is remembered
+
+
+class OnnxGraph:
+    """A model, with the sizes that a batch of two gives it where its batch is open.
+
+    `input_sizes` gives what the inputs leave open beyond the batch, by input name.
+
+    Raises:
+        InputError: the graph is cyclic, a node does not take its operands, or an open axis is not given.
+    """
+
+    frontend: Frontend = "onnx"
+
+    def __init__(self, model: ir.Model, input_sizes: Mapping[str, Size] | None = None) -> None:
+        self.prepared = prepare(model, input_sizes)
+        self._sizes = self.prepared.sizes
+        self._values = {str(value.name): value for value in _named_values(self.prepared.model.graph)}
+        self._is_constant: dict[str, bool] = {}
+        self._operations: dict[str, Operation] = {}
+        self._constants: dict[str, np.ndarray] = {}
+        for name, value in self._values.items():
+            self._is_constant[name] = self._value_is_constant(value)
+        self._biased: dict[str, BiasedProduct] = {}
+        self._by_linear: dict[str, BiasedProduct] = {}
+        found = (biased_product(node, self) for node in self.prepared.model.graph)
+        parts = [part for part in found if part is not None]
+        self._biased = {part.total: part for part in parts}
+        self._by_linear = {part.linear: part for part in self._biased.values()}
+        self._read_as = {part.product: part.linear for part in self._biased.values()}
+
+    @cached_property
+    def values(self) -> tuple[str, ...]:
+        """Every value whose size is known; a product whose bias is added right after is shown with it."""
+        hidden = {name for part in self._biased.values() for name in part.hidden}
+        shown: list[str] = []
+        for name in self._values:
+            if name in self._biased and self._biased[name].linear != name:
+                shown.append(self._biased[name].linear)
+            if name in self._sizes.size and name not in hidden:
+                shown.append(name)
+        return tuple(shown)
+
+    def operation(self, value: str) -> Operation:
+        if value not in self._operations:
+            self._operations[value] = self._normalise(value)
+        return self._operations[value]
+
+    def shape(self, value: str) -> Size:
+        return self._sizes.size[value if value in self._sizes.size else self._by_linear[value].product]
+
+    def batch_axes(self, value: str) -> frozenset[int]:
+        name = value if value in self._sizes.size else self._by_linear[value].product
+        return self.prepared.batch_axes.get(name, frozenset())
+
+    def users(self, value: str) -> tuple[str, ...]:
+        if value not in self._values:
+            return (self._by_linear[value].total,) if value in self._by_linear else ()
+        source = self._values[value]
+        found = [_RESULT + value] if source.is_graph_output() else []
+        for node in source.consumers():
+            if node.op_type in SHAPE_ONLY:
+                continue
+            names = [str(output.name) for output in node.outputs if output.name]
+            known = [self._read_as.get(name, name) for name in names if name in self._sizes.size]
+            found += known or [_RESULT + name for name in names]
+        return tuple(dict.fromkeys(found))
+
+    def is_sized(self, value: str) -> bool:
+        """Whether the size of a value is known: it does not depend on the data."""
+        return value in self._sizes.size
+
+    def is_constant(self, value: str) -> bool:
+        return self._is_constant.get(value, False)
+
+    def is_stored(self, value: str) -> bool:
+        """Whether a constant is an initialiser, as it stands or with its axes moved: a weight."""
+        operation = self.operation(value)
+        while operation.kind == "move" and len(operation.inputs) == 1:
+            operation = self.operation(operation.inputs[0])
+        return operation.kind == "constant"
+
+    def scope(self, value: str) -> str:
+        node = self._values[value].producer() if value in self._values else None
+        return scope_of(node) if node is not None else ""
+
+    def constant(self, value: str) -> np.ndarray:
+        """The elements of a constant; half precision as float32.
+
+        Raises:
+            InputError: it is computed by an operator that cannot be evaluated.
+        """
+        array = self._constants[value] if value in self._constants else self._computed(value)
+        if array.size <= _WORTH_KEEPING:
+            self._constants[value] = array
+        return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array
+
+    def move(self, value: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        if value in self._biased:
+            return arrays[0].reshape(self.shape(value))
+        output = self._values[value]
+        node = output.producer()
+        assert node is not None
+        given = dict(zip(self._moved(node), arrays, strict=True))
+        filled = [given.get(place, self._parameter(node, place)) for place in range(len(node.inputs))]
+        return evaluate(node, filled, self.prepared.opsets)[output.index() or 0]
+
+    def _parameter(self, node: ir.Node, place: int) -> np.ndarray | None:
+        """What a movement reads beside the data; what it pads with becomes 0."""
+        operand = node.inputs[place]
+        if operand is None or place in self._moved(node):
+            return None
+        is_padding = node.op_type == "Pad" and place == 2
+        return np.zeros((), np.int64) if is_padding else self.constant(str(operand.name))
+
+    @staticmethod
+    def _moved(node: ir.Node) -> list[int]:
+        """The places of the operands whose elements a movement carries."""
+        return list(range(len(node.inputs))) if node.op_type == "Concat" else list(MOVED.get(node.op_type, (0,)))
+
+    def _value_is_constant(self, value: ir.Value) -> bool:
+        node = value.producer()
+        if node is None:
+            return value.is_initializer()
+        if node.op_type in SHAPE_ONLY:
+            return node.inputs[0] is not None and node.inputs[0].name in self._sizes.size
+        if node.op_type.startswith("Random") or any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
+            return False
+        return all(operand is None or self._is_constant[str(operand.name)] for operand in node.inputs)
+
+    def _computed(self, value: str) -> np.ndarray:
+        """Evaluate a constant and what it is made of, without recursion: graphs may be long."""
+        memory: dict[str, np.ndarray] = {}
+        pending = [value]
+        while pending:
+            name = pending[-1]
+            array = self._stored(name, memory)
+            if array is None:
+                node = self._values[name].producer()
+                assert node is not None
+                operands = [None if operand is None else str(operand.name) for operand in node.inputs]
+                missing = [o for o in operands if o is not None and self._stored(o, memory) is None]
+                if missing:
+                    pending += missing
+                    continue
+                arrays = [None if o is None else self._stored(o, memory) for o in operands]
+                for output, made in zip(node.outputs, evaluate(node, arrays, self.prepared.opsets), strict=False):
+                    memory[str(output.name)] = made
+            else:
+                memory[name] = array
+            pending.pop()
+        return memory[value]
+
+    def _stored(self, name: str, memory: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        for place in (memory, self._constants, self._sizes.known):
+            if name in place:
+                return place[name]
+        tensor = self._values[name].const_value
+        return None if tensor is None else tensor.numpy()
+
+    def _normalise(self, value: str) -> Operation:
+        if value.startswith(_RESULT) and value not in self._values:
+            return Operation(value, "other", "output", ())
+        part = self._biased.get(value)
+        if part is not None and part.linear != value:
+            return Operation(value, "move", "reshape", (part.linear,))
+        part = self._by_linear.get(value)
+        if part is not None:
+            return Operation(value, "linear", "linear", (part.tokens, part.weight, part.bias), {"transposed": True})
+        node = self._values[value].producer()
+        if node is None:
+            return Operation(value, "constant" if self._values[value].is_initializer() else "input", "input", ())
+        return self._normalise_node(value, node)
+
+    def _normalise_node(self, value: str, node: ir.Node) -> Operation:
+        inputs = tuple(str(operand.name) for operand in node.inputs if operand is not None)
+        if node.domain == PRIVATE:
+            return self._attention(value, node, inputs)
+        special = _SPECIAL.get(node.op_type)
+        if special is not None:
+            return special(self, value, node, inputs)
+        kind, name = SIMPLE.get(node.op_type, ("other", node.op_type))
+        if kind == "move":
+            return self._movement(value, node, name)
+        if kind == "map" and name == "identity":
+            return Operation(value, kind, name, inputs[:1])
+        if node.op_type == "Clip" and all(self.is_constant(bound) for bound in inputs[1:]):
+            return Operation(value, kind, name, inputs[:1])
+        if kind == "map":
+            by_hand = normalised_by_hand(node) if node.op_type == "Div" else None
+            if by_hand is not None:
+                return Operation(value, "norm", "layer_norm", (by_hand,), {"style": "layer_norm"})
+            return self._map(value, node, name, inputs)
+        if kind == "norm":
+            epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+            return Operation(value, kind, name, inputs, {"style": name, "epsilon": epsilon})
+        if kind in ("pool", "reduce"):
+            return Operation(value, kind, name, inputs[:1])
+        return Operation(value, kind, name, inputs, {"quantized": True} if node.op_type in QUANTISED else {})
+
+    def _movement(self, value: str, node: ir.Node, name: str) -> Operation:
+        moved = self._moved(node)
+        others = [operand for place, operand in enumerate(node.inputs) if place not in moved and operand is not None]
+        reflects = node.op_type == "Pad" and "mode" in node.attributes and node.attributes["mode"].value != "constant"
+        inputs = tuple(str(node.inputs[place].name) for place in moved)  # type: ignore[union-attr]
+        settled = not reflects and all(self.is_constant(str(operand.name)) for operand in others)
+        return Operation(value, "move" if settled else "other", name if settled else node.op_type, inputs)
+
+    def _map(self, value: str, node: ir.Node, name: str, inputs: tuple[str, ...]) -> Operation:
+        """A map; the one-element constant of a binary one becomes a number."""
+        if node.op_type in BINARY and len(inputs) == 2:
+            for position, operand in enumerate(inputs):
+                other = inputs[1 - position]
+                single = math.prod(self.shape(operand)) == 1 and self.shape(other) == self.shape(value)
+                if single and self.is_constant(operand) and not self.is_constant(other):
+                    number = float(self.constant(operand).reshape(()))
+                    return Operation(value, "map", name, (other,), {"scalar": number, "position": position})
+        return Operation(value, "map", name, inputs)
+
+    def _attention(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+        scale = node.attributes["scale"].as_float() if "scale" in node.attributes else self.shape(inputs[0])[-1] ** -0.5
+        attributes = {
+            "mask": inputs[3] if len(inputs) > 3 else None,
+            "causal": bool(node.attributes["causal"].as_int()),
+            "scale": scale,
+            "anchor": "attention-op",
+        }
+        return Operation(value, "sdpa", "attention", inputs[:3], attributes)
+
+    def _softmax(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+        default = -1 if self.prepared.opsets.get("", 1) >= 13 else 1
+        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else default
+        return Operation(value, "softmax", "softmax", inputs, {"axis": axis % max(len(self.shape(value)), 1)})
+
+    def _is_weight(self, value: str, beside: str) -> bool:
+        return self.is_constant(value) and (self.is_stored(value) or not self.is_constant(beside))
+
+    def _matmul(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+        left, right = inputs
+        if len(self.shape(right)) == 2 and self._is_weight(right, left):
+            return Operation(value, "linear", "matmul", inputs, {"transposed": True})
+        ranks = len(self.shape(left)), len(self.shape(right))
+        return Operation(value, "matmul" if min(ranks) > 1 else "other", "matmul", inputs)
+
+    def _gemm(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+        given = {name: attribute.value for name, attribute in node.attributes.items()}
+        bias = inputs[2:]
+        scaled = given.get("alpha", 1.0) != 1.0 or (bias and given.get("beta", 1.0) != 1.0)
+        if scaled or given.get("transA", 0):
+            return Operation(value, "other", "gemm", inputs)
+        row = all(self.is_constant(b) and math.prod(self.shape(b)) in (1, self.shape(value)[-1]) for b in bias)
+        if row and self._is_weight(inputs[1], inputs[0]):
+            return Operation(value, "linear", "gemm", inputs, {"transposed": not given.get("transB", 0)})
+        return Operation(value, "other" if bias or given.get("transB", 0) else "matmul", "gemm", inputs)
+
+    def _conv(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+        tokens, weight = self.shape(inputs[0]), self.shape(inputs[1])
+        keeps_positions = all(size == 1 for size in weight[2:]) and self.shape(value)[2:] == tokens[2:]
+        pointwise = keeps_positions and weight[1] == tokens[1]
+        depthwise = weight[1] == 1 and weight[0] == tokens[1]
+        return Operation(value, "conv", "conv", inputs, {"pointwise": pointwise, "depthwise": depthwise})
+
+    def _stored_tensor(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+        return Operation(value, "constant", "constant", ())
+
+
+_SPECIAL = {
+    "Constant": OnnxGraph._stored_tensor,
+    "Softmax": OnnxGraph._softmax,
+    "MatMul": OnnxGraph._matmul,
+    "Gemm": OnnxGraph._gemm,
+    "Conv": OnnxGraph._conv,
+}
+
+
+def scan_onnx(graph: OnnxGraph, model: str) -> Scan:
+    """Every attention of an ONNX graph; what the view cannot show, and what is quantized, among the near misses."""
+    found = scan(graph, model)
+    quantised = {miss.name: miss for value in graph.values if (miss := quantised_around(graph, value)) is not None}
+    anchors = [(site, _anchor_of(graph, site.nodes)) for site in found.sites]
+    sites = [site for site, anchor in anchors if anchor not in quantised]
+    misses = [quantised.get(miss.name, miss) for miss in found.near_misses]
+    misses += [quantised[anchor] for _, anchor in anchors if anchor in quantised]
+    numbered = tuple(replace(site, id=f"site{number}") for number, site in enumerate(sites))
+    return replace(found, sites=numbered, near_misses=(*misses, *graph.prepared.unread))
+
+
+def _anchor_of(graph: OnnxGraph, nodes: tuple[str, ...]) -> str:
+    return next(value for value in nodes if graph.operation(value).kind in ("softmax", "sdpa"))
+
+
+def _named_values(graph: ir.Graph) -> list[ir.Value]:
+    """Inputs, initialisers and what nodes make, producers first."""
+    made = [value for node in graph for value in node.outputs if value.name]
+    return [*graph.inputs, *(v for v in graph.initializers.values() if not v.is_graph_input()), *made]

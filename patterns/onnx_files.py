@@ -1,0 +1,116 @@
+"""Reading ONNX files that others wrote: refused in one line where they are damaged, or reach outside their folder."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+
+from attnrewrite.errors import InputError
+
+_BYTES = {  # of the types whose elements are whole bytes in raw_data
+    ir.DataType.FLOAT: 4, ir.DataType.DOUBLE: 8, ir.DataType.FLOAT16: 2, ir.DataType.BFLOAT16: 2, ir.DataType.BOOL: 1,
+    ir.DataType.INT8: 1, ir.DataType.INT16: 2, ir.DataType.INT32: 4, ir.DataType.INT64: 8,
+    ir.DataType.UINT8: 1, ir.DataType.UINT16: 2, ir.DataType.UINT32: 4, ir.DataType.UINT64: 8,
+}  # fmt: skip
+
+
+def read_model(path: Path) -> ir.Model:
+    """The model in an ONNX file, its external data checked but not yet read.
+
+    Raises:
+        InputError: the file is no ONNX model, is cut short, contradicts itself, or points outside its folder.
+    """
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}); give an .onnx file") from error
+    except (DecodeError, ValueError) as error:
+        raise InputError(f"{path}: not an ONNX model, or cut short; export it again") from error
+    if not proto.HasField("graph") or not proto.graph.node:
+        raise InputError(f"{path}: holds no graph; export it again")
+    for initialiser in proto.graph.initializer:
+        _check_stored(path, initialiser)
+    try:
+        model = ir.serde.deserialize_model(proto)
+    except Exception as error:  # onnx_ir raises many kinds
+        raise InputError(f"{path}: not a sound ONNX model: {_innermost(error)}") from error
+    for tensor in _tensors(model):
+        _check_external(path, tensor)
+    ir.external_data.set_base_dir(model.graph, path.resolve().parent)
+    check_wired(model, str(path))
+    return model
+
+
+def check_wired(model: ir.Model, name: str) -> None:
+    """Raise InputError where a node reads what nothing makes, or two values have one name."""
+    made: set[str] = set()
+    graph = model.graph
+    stored = [value for value in graph.initializers.values() if not value.is_graph_input()]
+    for value in (*graph.inputs, *stored, *(value for node in graph for value in node.outputs)):
+        if value.name and value.name in made:
+            raise InputError(f"{name}: two values are named {value.name!r}; export it again")
+        made.add(value.name or "")
+    for node in graph:
+        for operand in node.inputs:
+            if operand is not None and operand.name not in made:
+                where = f"{name}: node {node.name!r} ({node.op_type})"
+                raise InputError(f"{where} reads {operand.name!r}, which nothing makes; export it again")
+    for result in graph.outputs:
+        if result.name not in made:
+            raise InputError(f"{name}: nothing makes its output {result.name!r}; export it again")
+
+
+def _check_stored(path: Path, tensor: onnx.TensorProto) -> None:
+    """Whether a tensor inside the file has as many bytes as its dimensions say."""
+    if any(length < 0 for length in tensor.dims):
+        raise InputError(f"{path}: initialiser {tensor.name!r} has a negative dimension; export it again")
+    width = _BYTES.get(ir.DataType(tensor.data_type)) if tensor.data_type in ir.DataType._value2member_map_ else None
+    if width is None or tensor.data_location == onnx.TensorProto.EXTERNAL or not tensor.HasField("raw_data"):
+        return
+    wanted, found = math.prod(tensor.dims) * width, len(tensor.raw_data)
+    if wanted != found:
+        what = f"{path}: initialiser {tensor.name!r} has {found} bytes"
+        raise InputError(f"{what}, its dimensions {list(tensor.dims)} need {wanted}; export it again")
+
+
+def _check_external(path: Path, tensor: ir.ExternalTensor) -> None:
+    what, folder = f"{path}: tensor {tensor.name!r}", path.resolve().parent
+    where = (folder / tensor.location).resolve()
+    if Path(tensor.location).is_absolute() or not where.is_relative_to(folder):
+        raise InputError(f"{what} points outside the model's folder ({tensor.location}); it was not read")
+    if not where.is_file():
+        raise InputError(f"{what} is stored in {tensor.location}, which is not there; put it beside the model")
+    end = (tensor.offset or 0) + (tensor.length if tensor.length is not None else tensor.nbytes)
+    if (tensor.offset or 0) < 0 or tensor.nbytes > (tensor.length or tensor.nbytes) or end > where.stat().st_size:
+        raise InputError(f"{what} lies beyond the end of {tensor.location}; copy the file again")
+
+
+def _tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
+    """Every tensor that is stored beside the model, wherever it is referred to."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                yield value.const_value
+        for node in graph:
+            yield from _attribute_tensors(node)
+    for function in model.functions.values():
+        for node in ir.traversal.RecursiveGraphIterator(function.graph):
+            yield from _attribute_tensors(node)
+
+
+def _attribute_tensors(node: ir.Node) -> Iterator[ir.ExternalTensor]:
+    for attribute in node.attributes.values():
+        held = {ir.AttributeType.TENSOR: [attribute.value], ir.AttributeType.TENSORS: attribute.value}
+        for tensor in held.get(attribute.type, ()):
+            if isinstance(tensor, ir.ExternalTensor):
+                yield tensor
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

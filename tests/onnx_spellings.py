@@ -1,0 +1,240 @@
+"""One attention, [B, 10, 16] with 2 heads of 8 channels, as many ways as ONNX files spell it."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import numpy_helper
+from onnx.parser import parse_model
+
+TOKENS, WIDTH, HEADS, HEAD = 10, 16, 2, 8
+
+_PROJECTED = """
+  q1 = MatMul(x, wq)
+  q2 = Add(q1, bq)
+  k1 = MatMul(x, wk)
+  k2 = Add(bk, k1)
+  v1 = MatMul(x, wv)
+  v2 = Add(v1, bv)
+"""
+_SPLIT = """
+  heads = Constant<value_ints=[0, 0, 2, 8]>()
+  q3 = Reshape(q2, heads)
+  k3 = Reshape(k2, heads)
+  v3 = Reshape(v2, heads)
+  q = Transpose<perm=[0, 2, 1, 3]>(q3)
+  v = Transpose<perm=[0, 2, 1, 3]>(v3)
+"""
+_JOINED = """
+  o1 = Transpose<perm=[0, 2, 1, 3]>(o)
+  joined = Constant<value_ints=[0, 0, 16]>()
+  o2 = Reshape(o1, joined)
+"""
+_OUT = """
+  o3 = MatMul(o2, wo)
+  y = Add(o3, bo)
+"""
+_PRODUCTS = """
+  kt = Transpose<perm=[0, 2, 3, 1]>(k3)
+  s1 = MatMul(q, kt)
+  scale = Constant<value_float=0.35355338>()
+  s2 = Mul(s1, scale)
+  p = Softmax<axis=-1>(s2)
+  o = MatMul(p, v)
+"""
+
+# name: (opset of the standard operators, the graph's body)
+SPELLINGS = {
+    "plain": (17, _PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT),
+    "opset 11": (
+        11,
+        (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT)
+        .replace("heads = Constant<value_ints=[0, 0, 2, 8]>()", "heads = Identity(heads0)")
+        .replace("joined = Constant<value_ints=[0, 0, 16]>()", "joined = Identity(joined0)")
+        .replace("scale = Constant<value_float=0.35355338>()", "scale = Identity(scale0)")
+        .replace("axis=-1", "axis=3"),
+    ),
+    "softmax over Flatten, opset 11": (
+        11,
+        (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT)
+        .replace("heads = Constant<value_ints=[0, 0, 2, 8]>()", "heads = Identity(heads0)")
+        .replace("joined = Constant<value_ints=[0, 0, 16]>()", "joined = Identity(joined0)")
+        .replace("scale = Constant<value_float=0.35355338>()", "scale = Identity(scale0)")
+        .replace(
+            "p = Softmax<axis=-1>(s2)",
+            "s3 = Unsqueeze<axes=[4]>(s2)\n p1 = Softmax<axis=3>(s3)\n p = Squeeze<axes=[4]>(p1)",
+        ),
+    ),
+    "sizes computed from the input": (
+        17,
+        (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(
+            "heads = Constant<value_ints=[0, 0, 2, 8]>()",
+            """size = Shape(x)
+  zero = Constant<value_ints=[0]>()
+  batch = Gather<axis=0>(size, zero)
+  rest = Constant<value_ints=[10, 2, 8]>()
+  heads = Concat<axis=0>(batch, rest)""",
+        ),
+    ),
+    "bias after the heads are split": (
+        15,
+        """
+  heads = Constant<value_ints=[0, 0, 2, 8]>()
+  q1 = MatMul(x, wq)
+  q2 = Reshape(q1, heads)
+  q3 = Add(q2, bq_heads)
+  k1 = MatMul(x, wk)
+  k2 = Reshape(k1, heads)
+  k3 = Add(k2, bk_heads)
+  v1 = MatMul(x, wv)
+  v2 = Reshape(v1, heads)
+  v3 = Add(v2, bv_heads)
+  q = Transpose<perm=[0, 2, 1, 3]>(q3)
+  v = Transpose<perm=[0, 2, 1, 3]>(v3)
+"""
+        + _PRODUCTS + _JOINED + _OUT,
+    ),
+    "einsum, weights of three axes": (
+        17,
+        """
+  q1 = Einsum<equation="abc,cde->abde">(x, wq_heads)
+  q = Add(q1, bq_heads)
+  k1 = Einsum<equation="abc,cde->abde">(x, wk_heads)
+  k = Add(k1, bk_heads)
+  v1 = Einsum<equation="abc,cde->abde">(x, wv_heads)
+  v = Add(v1, bv_heads)
+  s1 = Einsum<equation="aecd,abcd->acbe">(k, q)
+  s2 = Div(s1, root)
+  p = Softmax(s2)
+  o = Einsum<equation="acbe,aecd->abcd">(p, v)
+  o3 = Einsum<equation="abcd,cde->abe">(o, wo_heads)
+  y = Add(o3, bo)
+""",
+    ),
+    "weights behind Cast and Transpose": (
+        17,
+        "\n  wq = Transpose<perm=[1, 0]>(wq_turned)\n  wk = Cast<to=1>(wk_double)\n"
+        + (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT),
+    ),
+    "one packed projection": (
+        17,
+        """
+  a1 = MatMul(x, w_packed)
+  a2 = Add(a1, b_packed)
+  heads = Constant<value_ints=[0, 0, 3, 2, 8]>()
+  a3 = Reshape(a2, heads)
+  a4 = Transpose<perm=[2, 0, 3, 1, 4]>(a3)
+  q0, k0, v0 = Split<axis=0>(a4, ones)
+  first = Constant<value_ints=[0]>()
+  q = Squeeze(q0, first)
+  k3 = Squeeze(k0, first)
+  v = Squeeze(v0, first)
+"""
+        + _PRODUCTS.replace("[0, 2, 3, 1]", "[0, 1, 3, 2]") + _JOINED + _OUT,
+    ),
+    "Attention on three axes": (
+        23,
+        _PROJECTED + "\n  o2 = Attention<q_num_heads=2, kv_num_heads=2>(q2, k2, v2)\n" + _OUT,
+    ),
+    "Attention on four axes": (
+        23,
+        _PROJECTED + _SPLIT + """
+  k = Transpose<perm=[0, 2, 1, 3]>(k3)
+  o = Attention<scale=0.35355338>(q, k, v)
+""" + _JOINED + _OUT,
+    ),
+    "MultiHeadAttention": (
+        17,
+        _PROJECTED + "\n  o2 = com.microsoft.MultiHeadAttention<num_heads=2>(q2, k2, v2)\n" + _OUT,
+    ),
+    "MultiHeadAttention with its own bias": (
+        17,
+        """
+  q1 = MatMul(x, wq)
+  k1 = MatMul(x, wk)
+  v1 = MatMul(x, wv)
+  o2 = com.microsoft.MultiHeadAttention<num_heads=2>(q1, k1, v1, b_packed)
+"""
+        + _OUT,
+    ),
+    "MultiHeadAttention, packed": (
+        17,
+        """
+  a1 = MatMul(x, w_interleaved)
+  a2 = Add(a1, b_interleaved)
+  packed = Constant<value_ints=[0, 0, 2, 3, 8]>()
+  a3 = Reshape(a2, packed)
+  o2 = com.microsoft.MultiHeadAttention<num_heads=2>(a3)
+"""
+        + _OUT,
+    ),
+    "com.microsoft Attention": (
+        17,
+        "\n  o2 = com.microsoft.Attention<num_heads=2>(x, w_packed, b_packed)\n" + _OUT,
+    ),
+    "FusedMatMul": (
+        17,
+        _PROJECTED + _SPLIT + """
+  k = Transpose<perm=[0, 2, 1, 3]>(k3)
+  s2 = com.microsoft.FusedMatMul<alpha=0.35355338, transB=1>(q, k)
+  p = Softmax(s2)
+  o = MatMul(p, v)
+""" + _JOINED + _OUT,
+    ),
+    "a branch that is always taken": (
+        17,
+        (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(
+            "  p = Softmax<axis=-1>(s2)",
+            """
+  rank = Shape(x)
+  three = Size(rank)
+  wanted = Constant<value_int=3>()
+  always = Equal(three, wanted)
+  p = If (always) <
+    then_branch = yes () => (inner) { inner = Softmax<axis=-1>(s2) },
+    else_branch = no () => (same) { same = Identity(s2) }
+  >
+""",
+        ),
+    ),
+}  # fmt: skip
+
+
+def weights() -> dict[str, np.ndarray]:
+    """The same numbers under every name and shape that the spellings use."""
+    random = np.random.default_rng(0)
+    found = {f"w{role}": random.normal(0, 0.3, (WIDTH, WIDTH)).astype(np.float32) for role in "qkvo"}
+    found |= {f"b{role}": random.normal(0, 0.3, WIDTH).astype(np.float32) for role in "qkvo"}
+    for role in "qkv":
+        found[f"b{role}_heads"] = found[f"b{role}"].reshape(HEADS, HEAD)
+        found[f"w{role}_heads"] = found[f"w{role}"].reshape(WIDTH, HEADS, HEAD)
+    found["wo_heads"] = found["wo"].reshape(HEADS, HEAD, WIDTH)
+    found["wq_turned"], found["wk_double"] = found["wq"].T.copy(), found["wk"].astype(np.float64)
+    found["w_packed"] = np.concatenate([found[f"w{role}"] for role in "qkv"], 1)
+    found["b_packed"] = np.concatenate([found[f"b{role}"] for role in "qkv"])
+    found["w_interleaved"] = np.stack([found[f"w{role}_heads"] for role in "qkv"], 2).reshape(WIDTH, -1)
+    found["b_interleaved"] = np.stack([found[f"b{role}_heads"] for role in "qkv"], 1).reshape(-1)
+    found["root"] = np.array(np.sqrt(HEAD), np.float32)
+    found["scale0"] = np.array(0.35355338, np.float32)
+    found["heads0"], found["joined0"] = np.array([0, 0, 2, 8]), np.array([0, 0, 16])
+    found["ones"] = np.ones(3, np.int64)
+    return found
+
+
+def proto(
+    body: str, opset: int, inputs: str = "float[B,10,16] x", outputs: str = "float[B,10,16] y"
+) -> onnx.ModelProto:
+    """A model of this body with the weights that it names."""
+    header = f'<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]>'
+    made = parse_model(f"{header} attention ({inputs}) => ({outputs}) {{ {body} }}")
+    nodes = made.graph.node
+    read = {name for node in nodes for name in node.input} - {name for node in nodes for name in node.output}
+    found = weights()
+    made.graph.initializer.extend(numpy_helper.from_array(found[name], name) for name in sorted(read & found.keys()))
+    for place, node in enumerate(made.graph.node):
+        node.name = f"node{place}"
+    return made
+
+
+def spelled(name: str) -> ir.Model:
+    opset, body = SPELLINGS[name]
+    return ir.serde.deserialize_model(proto(body, opset))
