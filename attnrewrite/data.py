@@ -1,6 +1,5 @@
 """Images in: a folder, an .npz or an iterable of tensors, given out as the model's inputs, batch by batch."""
 
-import math
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -10,14 +9,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from attnrewrite.errors import InputError
 from attnrewrite.files import check_file
+from attnrewrite.pictures import PICTURES, check_picture, read_picture
 from attnrewrite.preprocessing import Preprocessing, Size, format_size
-
-PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
 class Pixels(Protocol):
@@ -137,7 +134,7 @@ class Files:
 
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
         transform = _need(preprocessing, self.name)
-        pixels = np.stack([_decode(path, transform, size) for path in self.paths])
+        pixels = np.stack([read_picture(path, transform, size) for path in self.paths])
         return transform(torch.from_numpy(pixels).permute(0, 3, 1, 2))
 
 
@@ -204,7 +201,7 @@ def _from_folder(folder: Path) -> Images:
     if not flat and not paths:
         raise InputError(f"{folder} holds no images ({', '.join(PICTURES)}), neither in it nor one folder below")
     for path in flat or paths:
-        _check_picture(path)
+        check_picture(path)
     if flat:
         return Images(Files(tuple(flat), str(folder)))
     labels = np.repeat(np.arange(len(classes)), [len(each) for each in found])
@@ -279,34 +276,3 @@ def _need(preprocessing: Preprocessing | None, name: str) -> Preprocessing:
             "(--mean 0 --std 1 for x/255)"
         )
     return preprocessing
-
-
-def _check_picture(path: Path) -> None:
-    try:
-        Image.open(path).close()
-    except (UnidentifiedImageError, OSError) as error:
-        raise InputError(f"{path} is not an image that can be read: mend it or remove it") from error
-
-
-def _decode(path: Path, transform: Preprocessing, size: Size) -> np.ndarray:
-    """The picture as uint8 [H, W, C]: resized, keeping its shape, and cropped at the centre."""
-    channels, height, width = size
-    try:
-        with Image.open(path) as opened:
-            picture = opened.convert("L" if channels == 1 else "RGB")
-    except (OSError, SyntaxError) as error:
-        raise InputError(f"{path} is damaged ({error}): mend it or remove it") from error
-    scaled = _cover(picture.size, (math.floor(width / transform.crop), math.floor(height / transform.crop)))
-    if scaled != picture.size:
-        picture = picture.resize(scaled, Image.Resampling[transform.interpolation.upper()])
-    left, top = round((picture.width - width) / 2), round((picture.height - height) / 2)
-    cropped = picture.crop((left, top, left + width, top + height))
-    return np.asarray(cropped).reshape(height, width, channels)
-
-
-def _cover(size: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]:
-    """`size` scaled, keeping its shape, to the least that covers `target` (both width, height)."""
-    (width, height), (least_width, least_height) = size, target
-    if least_width * height > least_height * width:
-        return least_width, max(least_height, least_width * height // width)
-    return max(least_width, least_height * width // height), least_height

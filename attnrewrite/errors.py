@@ -31,4 +31,5 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> InputError:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return InputError(f"unknown {what} {name!r}: {hint}known are {', '.join(known) or 'none'}")
+    listed = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
+    return InputError(f"unknown {what} {name!r}: {hint}known are {listed or 'none'}")

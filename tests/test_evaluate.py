@@ -13,7 +13,6 @@ from attnrewrite.errors import InputError
 from attnrewrite.evaluate import Evaluation, evaluate_modules
 from attnrewrite.sources import load_source
 
-
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 

@@ -118,7 +118,7 @@ BAD_CHECKPOINTS: dict[str, tuple[str, Callable[[Path, dict], object], str]] = {
     "another suffix": ("w.npz", lambda path, state: path.touch() or path.write_text("x"), "is a file ending in"),
     "code": ("w.pt", torch_saved(lambda s: {"state_dict": s, "extra": Code()}), r"would run code \(\w+.system\)"),
     "code in a plain pickle": ("w.pt", pickled(Code(), 2), r"would run code \(\w+.system\)"),
-    "code in a newer pickle": ("w.pt", pickled(Code(), 4), "nothing in it was run"),
+    "code in a newer pickle": ("w.pt", pickled(Code(), 4), "nothing in it ran"),
     "a whole model": (
         "w.pt",
         torch_saved(lambda s: nn.Linear(2, 2)),
@@ -256,7 +256,7 @@ BAD_SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "an unknown library": ("tim:vit", nothing, "unknown kind of model 'tim': did you mean 'timm'"),
     "no such thing": ("vit", nothing, "no model 'vit': give"),
     "a name left out": ("timm:", nothing, "timm: needs a name"),
-    "an unknown timm model": ("timm:vit_tiny_patch16_22", nothing, "did you mean 'vit_tiny_patch16_224'"),
+    "an unknown timm model": ("timm:vit_tiny_patch16_22", nothing, "did you mean 'vit_tiny_patch16_224'.* more$"),
     "an unknown torchvision model": ("torchvision:vit_b_15", nothing, "did you mean 'vit_b_16'"),
     "hf without network": ("hf:nobody/nothing", nothing, "hf:nobody/nothing could not be loaded"),
     "hf without config": ("hf:.", nothing, "the folder has no config.json"),

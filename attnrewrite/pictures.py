@@ -1,0 +1,44 @@
+"""Picture files as arrays of a model's input size, the way timm reads them for evaluation."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from attnrewrite.errors import InputError
+from attnrewrite.preprocessing import Preprocessing, Size
+
+PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+
+def check_picture(path: Path) -> None:
+    """Raise InputError unless the file begins as a picture does."""
+    try:
+        Image.open(path).close()
+    except (UnidentifiedImageError, OSError) as error:
+        raise InputError(f"{path} is not an image that can be read: mend it or remove it") from error
+
+
+def read_picture(path: Path, transform: Preprocessing, size: Size) -> np.ndarray:
+    """The picture as uint8 [H, W, C] for `size` (C, H, W): resized, keeping its shape, and cropped at the centre."""
+    channels, height, width = size
+    try:
+        with Image.open(path) as opened:
+            picture = opened.convert("L" if channels == 1 else "RGB")
+    except (OSError, SyntaxError) as error:
+        raise InputError(f"{path} is damaged ({error}): mend it or remove it") from error
+    scaled = _cover(picture.size, (math.floor(width / transform.crop), math.floor(height / transform.crop)))
+    if scaled != picture.size:
+        picture = picture.resize(scaled, Image.Resampling[transform.interpolation.upper()])
+    left, top = round((picture.width - width) / 2), round((picture.height - height) / 2)
+    cropped = picture.crop((left, top, left + width, top + height))
+    return np.asarray(cropped).reshape(height, width, channels)
+
+
+def _cover(size: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]:
+    """`size` scaled, keeping its shape, to the least that covers `target` (both width, height)."""
+    (width, height), (least_width, least_height) = size, target
+    if least_width * height > least_height * width:
+        return least_width, max(least_height, least_width * height // width)
+    return max(least_width, least_height * width // height), least_height
