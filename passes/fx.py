@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import InputError
+from attnrewrite.passes.activations import relu_for_gelu
 from attnrewrite.passes.base import Edit, place
 from attnrewrite.passes.rewritten import RewrittenSite, written_value
 from attnrewrite.patterns.attention import scan
@@ -37,7 +38,14 @@ class FxRewrite:
         check_fits(self.plan, found)
         sites = {site.id: site for site in found.sites}
         replacements = {p.site: place(graph, sites[p.site], p) for p in self.plan.placements}
-        return rewrite(module, found, replacements, self.plan.parameters)
+        result, edits = rewrite(module, found, replacements, self.plan.parameters)
+        calls = {node.target: node for node in result.graph.nodes if node.op == "call_module"}
+        modules = {edit.site: edit.module for edit in edits}
+        for placement in self.plan.placements:
+            if getattr(placement.variant, "relu", False):
+                relu_for_gelu(result, calls[modules[placement.site]])
+        result.recompile()
+        return result, edits
 
 
 def rewrite(

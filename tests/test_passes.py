@@ -105,6 +105,19 @@ def test_a_variant_that_refuses_a_site_is_an_error_that_names_it(captured: Captu
         FxRewrite(Plan("encoder", (Placement.at(found.sites[0], _Refusing()),)))(captured.module)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_relu_takes_the_place_of_gelu_behind_the_rewritten_site_alone(norm_first: bool) -> None:
+    model = Encoder()
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=norm_first, activation="gelu")
+    model.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    module = capture("encoder", model.eval(), (torch.randn(2, 3, 16, 16),)).module
+    first = scan(FxGraph(module), "encoder").sites[0]
+    sima = get_variant("l1", {"relu": True})
+    rewritten = FxRewrite(Plan("encoder", (Placement.at(first, sima),)))(module)
+    activations = [str(node.target) for node in rewritten.graph.nodes if "lu" in str(node.target)]
+    assert activations == ["aten.relu.default", "aten.gelu.default"]
+
+
 class _Refusing:
     name = "refusing"
 
