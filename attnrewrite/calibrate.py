@@ -7,6 +7,7 @@ student. Stages are objects that change the student in place, and compose: each 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from torch.fx import GraphModule
@@ -14,6 +15,8 @@ from torch.fx import GraphModule
 from attnrewrite.calibrate_distill import Distillation, SiteDistillation
 from attnrewrite.calibrate_fit import Fit
 from attnrewrite.calibrate_stage import Calibration, Pool, Progress, Stage, StageReport, distance, stage_report
+from attnrewrite.calibrate_state import State
+from attnrewrite.calibrate_world import placed, world
 from attnrewrite.data import Images
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.preprocessing import Preprocessing, Size
@@ -43,21 +46,26 @@ def calibrate(
     steps: int = 0,
     seed: int = 0,
     progress: Progress | None = None,
+    state: Path | None = None,
 ) -> list[StageReport]:
     """Calibrate `student` in place on unlabelled images; what each stage did.
 
     Copy and Fit always run; with `steps` of distillation, the sites are distilled first. Deterministic for a seed.
+    Interrupted and called again with the same arguments, it goes on from what lies in the folder `state`. Processes
+    that torchrun started share the work; all end with the same student.
 
     Raises:
         CheckFailedError: a fit or a loss is not finite; the message names the site.
         InputError: the images do not fit the model.
     """
-    fitted, held_out = (Pool(part, preprocessing, input_size, batch_size) for part in split(images, batch_size))
-    calibration = Calibration(teacher, student, fitted, held_out, seed, progress)
+    images.x.check(preprocessing, input_size)
+    fitted, held_out = (Pool(part, preprocessing, input_size, batch_size) for part in split(images))
     stages: tuple[Stage, ...] = (Copy(), Fit())
     if steps:
         stages += (SiteDistillation(), Distillation(steps))
-    return run(calibration, stages)
+    with world() as processes, placed(processes.device, teacher, student):
+        calibration = Calibration(teacher, student, fitted, held_out, seed, progress, State(state), processes)
+        return run(calibration, stages)
 
 
 def run(calibration: Calibration, stages: Sequence[Stage]) -> list[StageReport]:
@@ -76,8 +84,8 @@ def run(calibration: Calibration, stages: Sequence[Stage]) -> list[StageReport]:
     return reports
 
 
-def split(images: Images, batch_size: int) -> tuple[Images, Images]:
-    """The images to fit, and those held out: whole batches of `batch_size` at least, where there are enough."""
+def split(images: Images) -> tuple[Images, Images]:
+    """The images to fit, and those held out; the same ones for both, where there are too few to do without."""
     held = min(HELD_OUT_MOST, len(images) // HELD_OUT_SHARE)
     indices = np.arange(len(images))
     if held == 0:

@@ -51,7 +51,9 @@ class Branch:
     @property
     def reads(self) -> frozenset[Node]:
         """The nodes whose values `samples` reads."""
-        operands = {operand for step in self.path for operand in step.node.all_input_nodes if operand is not step.carried}
+        operands = {
+            operand for step in self.path for operand in step.node.all_input_nodes if operand is not step.carried
+        }
         return frozenset(operands | set(self.node.all_input_nodes))
 
     def inputs(self, values: Values) -> Tensor:

@@ -1,6 +1,5 @@
 """The stages with gradients: each site towards the teacher's, then the whole model towards the teacher's logits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from attnrewrite.calibrate_fit import Fit, fit_points
 from attnrewrite.calibrate_stage import Calibration, distance, first_tensor
-from attnrewrite.calibrate_train import Schedule, train
+from attnrewrite.calibrate_train import Best, Schedule, snapshot, train
 from attnrewrite.checks import recorded, rewritten_sites
 
 
@@ -23,26 +22,24 @@ class SiteDistillation:
     """
 
     steps: int = 60
-    batch: int = 64
     rate: float = 2e-3
     name: str = "site distillation"
 
     def run(self, calibration: Calibration) -> tuple[str, ...]:
         student = calibration.student
-        before, restore = distance(calibration).loss, saved(student)
+        before, tensors = distance(calibration).loss, snapshot(student)
         sites = rewritten_sites(student)
-        parameters = [p for site in sites.values() for p in site.parameters() if p.requires_grad]
 
         def losses(images: Tensor) -> dict[str, Tensor]:
             with torch.no_grad(), recorded(calibration.teacher) as calls:
                 calibration.teacher(images)
             return {name: relative_error(site(*calls[name][0]), calls[name][1]) for name, site in sites.items()}
 
-        train(self.name, calibration, parameters, losses, Schedule(self.steps, self.batch, self.rate))
+        train(self.name, calibration, losses, Schedule(self.steps, self.rate))
         notes = Fit(forms=False, name=f"{self.name}: fit").run(calibration)
         if distance(calibration).loss <= before:
             return notes
-        restore()
+        student.load_state_dict(tensors)
         return ("taken back: the held-out images came out no better",)
 
 
@@ -56,7 +53,6 @@ class Distillation:
     """
 
     steps: int
-    batch: int = 64
     rate: float = 2e-4
     features: float = 1.0
     every: int = 20
@@ -67,7 +63,6 @@ class Distillation:
         student = calibration.student
         streams = list(dict.fromkeys(point.stream.name for point in fit_points(student)))
         teacher, own = with_values(calibration.teacher, streams), with_values(student, streams)
-        parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
 
         def losses(images: Tensor) -> dict[str, Tensor]:
             with torch.no_grad():
@@ -77,37 +72,10 @@ class Distillation:
             shares = {name: loss * (self.features / len(streams)) for name, loss in zip(streams, near, strict=True)}
             return {"the output": output_loss(first_tensor(given), first_tensor(wanted)), **shares}
 
-        best = Best(student, distance(calibration).loss)
-
-        def after_step(step: int) -> bool:
-            if (step + 1) % self.every == 0 or step + 1 == self.steps:
-                best.see(distance(calibration).loss, step + 1)
-            return best.since <= self.patience
-
-        train(self.name, calibration, parameters, losses, Schedule(self.steps, self.batch, self.rate), after_step)
-        best.restore()
+        best = Best(calibration, self.every, self.patience)
+        train(self.name, calibration, losses, Schedule(self.steps, self.rate), best)
+        student.load_state_dict(best.tensors)
         return (f"best after {best.step} of {self.steps} steps",)
-
-
-class Best:
-    """The student of the lowest held-out loss so far. `since` counts how often it was looked at without a better one."""
-
-    def __init__(self, student: GraphModule, loss: float) -> None:
-        self.student = student
-        self.loss, self.step, self.since = loss, 0, 0
-        self.restore = saved(student)
-
-    def see(self, loss: float, step: int) -> None:
-        self.since += 1
-        if loss < self.loss:
-            self.loss, self.step, self.since = loss, step, 0
-            self.restore = saved(self.student)
-
-
-def saved(module: GraphModule) -> Callable[[], None]:
-    """What puts the module's tensors back to how they are now."""
-    state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-    return lambda: module.load_state_dict(state) and None
 
 
 def with_values(module: GraphModule, names: list[str]) -> GraphModule:

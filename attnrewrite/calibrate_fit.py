@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from attnrewrite.calibrate_branches import Branch, branches
 from attnrewrite.calibrate_graph import Segments, rewritten_site, site_heads
 from attnrewrite.calibrate_stage import Calibration, distance
+from attnrewrite.calibrate_world import World
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.passes.rewritten import RewrittenSite
 from attnrewrite.variants.base import Heads
@@ -74,7 +75,8 @@ class Fit:
         before = distance(calibration).loss
         points = fit_points(student)
         undo: list[Undo] = []
-        with Segments(calibration.teacher, calibration.images) as teacher, Segments(student, calibration.images) as own:
+        where = calibration.images, calibration.world
+        with Segments(calibration.teacher, *where) as teacher, Segments(student, *where) as own:
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
                 calibration.report(self.name, done, len(points))
                 for segments in (teacher, own):
@@ -106,10 +108,10 @@ class Fit:
         stream = teacher.node(branch.stream.name)
         stop = student.order[branch.stream] + 1
         pairs = zip(teacher.run(stop, {stream}), student.run(stop, {branch.stream, *branch.reads}), strict=True)
-        for index, (wanted, values) in enumerate(pairs):
+        for (index, wanted), (_, values) in pairs:
             residual = wanted[stream] - values[branch.stream]
             parts[index % CHOOSING_EVERY == CHOOSING_EVERY - 1].add(*branch.samples(residual, values))
-        fit, choosing = parts
+        fit, choosing = (_everyones(part, student.world, branch) for part in parts)
         if choosing.gram is None or choosing.moment is None:
             return fit.solve(self.ridge)
         changes = {ridge: fit.solve(ridge) for ridge in RIDGES}
@@ -128,12 +130,32 @@ def fit_points(student: GraphModule) -> list[Point]:
 
 
 def teacher_heads(teacher: Segments, name: str) -> Iterator[Heads]:
-    """What softmax reads at the site called `name`, batch by batch."""
+    """What softmax reads at the site called `name`, batch by batch, whichever process computes it."""
     node = teacher.node(name)
     site = rewritten_site(teacher.module, node)
     assert site is not None, f"the teacher has no rewritten site {name}"
-    for values in teacher.run(teacher.order[node], node.all_input_nodes):
-        yield site_heads(site, node, values)
+    mine = teacher.run(teacher.order[node], node.all_input_nodes)
+    for index in range(teacher.count):
+        owner = index % teacher.world.size
+        heads = site_heads(site, node, next(mine)[1]) if owner == teacher.world.rank else None
+        yield teacher.world.from_owner(heads, owner)
+
+
+def _everyones(part: LeastSquares, world: World, branch: Branch) -> LeastSquares:
+    """The statistics of all processes together. One that saw no batch adds zeros; none at all stays empty."""
+    if world.size == 1:
+        return part
+    outputs, inputs = branch.weight.shape
+    columns = inputs + (branch.bias is not None)
+    zeros = branch.weight.new_zeros(columns, columns, dtype=torch.float64)
+    gram = zeros if part.gram is None else part.gram.clone()
+    moment = zeros[:, :1].expand(-1, outputs).clone() if part.moment is None else part.moment.clone()
+    energy = torch.tensor([part.energy], dtype=torch.float64, device=gram.device)
+    world.add_up(gram, moment, energy)
+    together = LeastSquares()
+    if bool(gram.any()):
+        together.add_statistics(gram, moment, float(energy))
+    return together
 
 
 def _back_off(calibration: Calibration, undo: list[Undo], before: float) -> int:
@@ -146,7 +168,7 @@ def _back_off(calibration: Calibration, undo: list[Undo], before: float) -> int:
 
 
 def _check_finite(stage: str, point: Point) -> None:
-    tensors = [] if point.site is None else list(point.site.form.parameters())
+    tensors: list[Tensor] = [] if point.site is None else list(point.site.form.parameters())
     tensors += [] if point.branch is None else [point.branch.weight]
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
         raise CheckFailedError(f"{stage}: {point.name} came out as NaN or infinity; {_way_out(point)}")

@@ -7,7 +7,7 @@ lies on disk, so that memory holds one batch.
 
 import operator
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,26 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from attnrewrite.calibrate_stage import Pool
+from attnrewrite.calibrate_world import World
 from attnrewrite.passes.rewritten import RewrittenSite
 from attnrewrite.variants.base import Heads
 
-Batches = Callable[[], Iterator[tuple[Tensor, ...]]]  # each call streams the same batches of the model's inputs again
 Values = dict[Node, Any]
 
 
 class Segments:
-    """`module` over `batches`, from `position` in its graph on: `run` looks ahead from there, `advance` moves on.
+    """`module` over the batches of `images`, from `position` in its graph on: `run` looks ahead from there, `advance`
+    moves on.
 
-    A context manager: what lies on disk goes when it is left.
+    Where several processes work together, each runs the batches of its own turn. A context manager: what lies on disk
+    goes when it is left.
     """
 
-    def __init__(self, module: GraphModule, batches: Batches) -> None:
+    def __init__(self, module: GraphModule, images: Pool, world: World) -> None:
         self.module = module
+        self.world = world
+        self.count = len(images)
         self.nodes = list(module.graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.position = 0
@@ -39,11 +44,10 @@ class Segments:
             node: max((self.order[user] for user in node.users), default=index) for node, index in self.order.items()
         }
         self._folder = tempfile.TemporaryDirectory(prefix="attnrewrite-")
-        self._rest: list[Values] = []
-        inputs = [node for node in self.nodes if node.op == "placeholder"]
-        for index, batch in enumerate(batches()):
-            self._rest.append({})
-            self._store(index, dict(zip(inputs, batch, strict=True)))
+        self._rest: dict[int, Values] = {}
+        (image,) = (node for node in self.nodes if node.op == "placeholder")
+        for index in range(world.rank, self.count, world.size):
+            self._store(index, {image: images.batch(index).to(world.device)})
 
     def __enter__(self) -> "Segments":
         return self
@@ -51,22 +55,21 @@ class Segments:
     def __exit__(self, *_: object) -> None:
         self._folder.cleanup()
 
-    def __len__(self) -> int:
-        return len(self._rest)
-
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
 
-    def run(self, stop: int, needs: Collection[Node]) -> Iterator[Values]:
-        """For each batch, the values of `needs`, having run the nodes from here up to `stop`. Nothing is stored."""
-        for index in range(len(self)):
-            yield self._execute(index, stop, frozenset(needs))
+    def run(self, stop: int, needs: Collection[Node]) -> Iterator[tuple[int, Values]]:
+        """For each batch of this process, its number and the values of `needs`, having run the nodes from here up to
+        `stop`. Nothing is stored.
+        """
+        for index in self._rest:
+            yield index, self._execute(index, stop, frozenset(needs))
 
     def advance(self, stop: int, keep: Collection[Node] = ()) -> None:
         """Run the nodes up to `stop` and start from there from now on; `keep` are values that are asked for yet."""
         if stop <= self.position:
             return
-        for index in range(len(self)):
+        for index in self._rest:
             values = self._execute(index, stop, frozenset(keep))
             self._store(index, {n: value for n, value in values.items() if self._last_use[n] >= stop or n in keep})
         self.position = stop
@@ -98,8 +101,7 @@ class Segments:
         self._rest[index] = rest
 
     def _load(self, index: int) -> Values:
-        device = next((str(tensor.device) for tensor in self.module.parameters()), "cpu")
-        tensors = load_file(self._file(index), device=device)
+        tensors = load_file(self._file(index), device=self.world.device)
         values: Values = {n: operator.attrgetter(str(n.target))(self.module) for n in self.nodes if n.op == "get_attr"}
         for node, (leaves, spec) in self._rest[index].items():
             whole = [tensors.get(f"{node.name}/{i}", leaf) for i, leaf in enumerate(leaves)]

@@ -2,8 +2,8 @@
 
 import resource
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from attnrewrite.calibrate_state import State
+from attnrewrite.calibrate_world import World
 from attnrewrite.data import Images
 from attnrewrite.preprocessing import Preprocessing, Size
 
@@ -19,7 +21,7 @@ Progress = Callable[[str, int, int], None]  # what is being done, how many of it
 
 @dataclass(frozen=True)
 class Pool:
-    """Images as the model's inputs. Each call streams the same batches of `batch_size` again (the last may be less)."""
+    """Images as the model's inputs, in batches of exactly `batch_size`: the last one is filled up from the first."""
 
     images: Images
     preprocessing: Preprocessing | None
@@ -27,20 +29,32 @@ class Pool:
     batch_size: int
 
     def __len__(self) -> int:
-        return len(self.images)
+        """How many batches there are."""
+        return -(-len(self.images) // self.batch_size)
 
-    def __call__(self) -> Iterator[tuple[Tensor, ...]]:
-        for pixels, _ in self.images.batches(self.preprocessing, self.batch_size, self.input_size):
-            yield (pixels,)
+    def batch(self, index: int) -> Tensor:
+        """Batch `index`, float32 [batch_size, C, H, W]."""
+        start = index * self.batch_size
+        return self.draw(torch.arange(start, start + self.batch_size) % len(self.images))
 
     def draw(self, indices: Tensor) -> Tensor:
         """The images at `indices` [b], as float32 [b, C, H, W]."""
         return self.images.x[indices.numpy()].read(self.preprocessing, self.input_size)
 
+    @torch.no_grad()
+    def outputs(self, model: GraphModule, device: str) -> Tensor:
+        """What `model` makes of every image, in float64, each image once where the output follows the batch."""
+        found = []
+        for index in range(len(self)):
+            output = first_tensor(model(self.batch(index).to(device)))
+            left = len(self.images) - index * self.batch_size
+            found.append(output[:left] if output.shape[:1] == (self.batch_size,) else output)
+        return torch.cat(found).double()
+
 
 @dataclass(frozen=True)
 class Calibration:
-    """The two models and the images.
+    """The two models, the images, and where the work is done.
 
     Nothing is ever fitted to the held-out images: they only measure, and choose what is kept.
     """
@@ -51,15 +65,16 @@ class Calibration:
     held_out: Pool
     seed: int = 0
     progress: Progress | None = None
+    state: State = field(default_factory=State)
+    world: World = field(default_factory=World)
 
     @cached_property
-    @torch.no_grad()
     def wanted(self) -> Tensor:
-        """The teacher's output on the held-out images, in float64."""
-        return torch.cat([first_tensor(self.teacher(*batch)) for batch in self.held_out()]).double()
+        """The teacher's output on the held-out images."""
+        return self.held_out.outputs(self.teacher, self.world.device)
 
     def report(self, what: str, done: int, total: int) -> None:
-        if self.progress is not None:
+        if self.progress is not None and self.world.rank == 0:
             self.progress(what, done, total)
 
 
@@ -122,11 +137,10 @@ def stage_report(
     )  # fmt: skip
 
 
-@torch.no_grad()
 def distance(calibration: Calibration) -> Distance:
     """How far the student is from the teacher on the held-out images."""
     wanted = calibration.wanted
-    given = torch.cat([first_tensor(calibration.student(*batch)) for batch in calibration.held_out()]).double()
+    given = calibration.held_out.outputs(calibration.student, calibration.world.device)
     energy = (wanted - wanted.mean(0)).square().sum().clamp(min=torch.finfo(torch.float32).tiny)
     error = float((given - wanted).square().sum() / energy)
     if wanted.dim() != 2 or wanted.shape[1] < 2:
