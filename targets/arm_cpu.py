@@ -12,7 +12,7 @@ from attnrewrite.targets.prepare import arrays, reference, specialise
 from attnrewrite.targets.tools import Unavailable
 
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
-NOT_MEASURED = "measured on an ARM device only, with the library copied there or as target host"
+NOT_MEASURED = "measured on an ARM device only (there, target host measures it)"
 EMULATION_S = 120
 
 

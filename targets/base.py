@@ -122,17 +122,21 @@ def size_bytes(folder: Path) -> int:
 
 
 def targets() -> dict[str, Target]:
-    """Every known target by name: the built-in ones, then those that installed packages add."""
-    built_in = [EntryPoint(name, value, GROUP) for name, value in BUILT_IN.items()]
-    return {point.name: _load(point) for point in (*built_in, *entry_points(group=GROUP))}
+    """Every known target by name: the built-in ones, and those that installed packages add or put in their place."""
+    return {name: _load(point) for name, point in _points().items()}
 
 
 def get_target(name: str) -> Target:
     """The target called `name`; InputError with the nearest name where there is none."""
-    known = targets()
-    if name not in known:
-        raise unknown_name("target", name, known)
-    return known[name]
+    points = _points()
+    if name not in points:
+        raise unknown_name("target", name, points)
+    return _load(points[name])
+
+
+def _points() -> dict[str, EntryPoint]:
+    built_in = [EntryPoint(name, value, GROUP) for name, value in BUILT_IN.items()]
+    return {point.name: point for point in (*built_in, *entry_points(group=GROUP))}
 
 
 def _load(point: EntryPoint) -> Target:

@@ -7,7 +7,8 @@ import numpy as np
 
 from attnrewrite.errors import CheckFailedError
 
-# The allowed error, relative to the largest value of each output.
+# The allowed error, relative to the largest value of each output, in units of the type's own precision. Rounding alone
+# gives up to 16 in float32 and 2 in float16 (trained and random ViTs and Swins of 2 to 24 blocks, all targets).
 FLOAT32 = 2.0**-23 * 128
 FLOAT16 = 2.0**-10 * 16
 

@@ -6,11 +6,13 @@ import logging
 import platform
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError
 from attnrewrite.targets import check, mil_interpreter
@@ -25,21 +27,25 @@ class CoreMLNpu(Target):
     summary = "Apple's Neural Engine: Core ML ML Program (iOS 17, macOS 14), float16"
 
     def availability(self) -> Availability:
-        missing = (
-            None if find_spec("coremltools") else "coremltools is not installed (pip install 'attnrewrite[coreml]')"
-        )
-        elsewhere = None if platform.system() == "Darwin" else "Core ML predicts on a Mac or an iPhone only"
-        return Availability(build=missing, measure=missing or elsewhere)
+        if find_spec("coremltools") is None:
+            missing = "coremltools is not installed (pip install 'attnrewrite[coreml]')"
+            return Availability(build=missing, measure=missing)
+        on_mac = platform.system() == "Darwin"
+        return Availability(build=None, measure=None if on_mac else "Core ML predicts on a Mac or an iPhone only")
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        package = _convert(module, example_inputs, out)
-        agreement = _check(f"{name} for {self.name}", package, module, example_inputs)
-        return self.artifact(
-            name, out, agreement, check="MIL program interpreted with float16 rounding", schedule="Core ML's own"
-        )
+        program, expected = canonical(specialise(module, example_inputs)), reference(module, example_inputs)
+        subject = f"{name} for {self.name}"
+        with tempfile.TemporaryDirectory() as folder:
+            # The same conversion without float16, whose rounding would hide a small mistake of the converter.
+            package = _convert(program, Path(folder), "FLOAT32")
+            exact = _check(f"{subject} as float32", package, example_inputs, expected, check.FLOAT32)
+        agreement = _check(subject, _convert(program, out, "FLOAT16"), example_inputs, expected, check.FLOAT16)
+        how = f"MIL program interpreted with float16 rounding; in float32 it is within {exact.max_abs_error:.2g}"
+        return self.artifact(name, out, agreement, check=how, schedule="Core ML's own")
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
@@ -53,9 +59,8 @@ class CoreMLNpu(Target):
             return (Run("core ml", None, None, None, str(error)),)
 
 
-def _convert(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> Path:
-    """The module as a float16 package in `folder`."""
-    program = canonical(specialise(module, inputs))
+def _convert(program: ExportedProgram, folder: Path, precision: str) -> Path:
+    """The program as a package in `folder`, computing in `precision` (FLOAT16 or FLOAT32)."""
     package = folder / "model.mlpackage"
     try:
         with _quiet():
@@ -65,7 +70,7 @@ def _convert(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> Pat
                 program,
                 convert_to="mlprogram",
                 minimum_deployment_target=ct.target.iOS17,
-                compute_precision=ct.precision.FLOAT16,
+                compute_precision=ct.precision[precision],
                 compute_units=ct.ComputeUnit.CPU_AND_NE,
                 skip_model_load=True,
             ).save(str(package))
@@ -74,13 +79,16 @@ def _convert(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> Pat
     return package
 
 
-def _check(subject: str, package: Path, module: nn.Module, inputs: tuple[Tensor, ...]) -> check.Agreement:
+def _check(
+    subject: str, package: Path, inputs: tuple[Tensor, ...], expected: Sequence[np.ndarray], relative: float
+) -> check.Agreement:
+    """The interpreted package against the module's outputs."""
     with _quiet():
         program = mil_interpreter.load(package)
     names = program.functions["main"].inputs
     result = mil_interpreter.interpret(program, dict(zip(names, inputs, strict=True)))
     try:
-        return check.agree(subject, arrays(tuple(result.outputs.values())), reference(module, inputs), check.FLOAT16)
+        return check.agree(subject, arrays(tuple(result.outputs.values())), expected, relative)
     except CheckFailedError as error:
         if not result.overflowed:
             raise
@@ -92,7 +100,7 @@ def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> R
     import coremltools as ct
 
     with tempfile.TemporaryDirectory() as folder:
-        package = _convert(module, inputs, Path(folder))
+        package = _convert(canonical(specialise(module, inputs)), Path(folder), "FLOAT16")
         size = size_bytes(package)
         model = ct.models.MLModel(str(package), compute_units=ct.ComputeUnit.CPU_AND_NE)
     spec = model.get_spec().description

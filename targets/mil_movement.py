@@ -68,15 +68,18 @@ def slice_by_index(
     return x
 
 
-def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Tensor:
-    for axis, (first, length) in enumerate(zip(begin.tolist(), size.tolist(), strict=True)):
-        x = x.narrow(axis, first, x.shape[axis] - first if length == -1 else length)
-    return x
-
-
 def pad(x: Tensor, pad: Tensor, mode: str, constant_val: Tensor) -> Tensor:
     pairs = pad.reshape(-1, 2).flip(0).flatten().tolist()
-    return F.pad(x, pairs, mode, float(constant_val)) if mode == "constant" else F.pad(x, pairs, mode)
+    if mode == "constant":
+        return F.pad(x, pairs, mode, float(constant_val))
+    # In these modes torch pads the last axes only.
+    while pairs[-2:] == [0, 0]:
+        del pairs[-2:]
+    return F.pad(x, pairs, mode)
+
+
+def reverse(x: Tensor, axes: Tensor | None = None) -> Tensor:
+    return x.flip(list(range(x.dim())) if axes is None else axes.tolist())
 
 
 def tile(x: Tensor, reps: Tensor) -> Tensor:
@@ -100,10 +103,6 @@ def select(cond: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(cond.bool(), a, b)
 
 
-def fill(shape: Tensor, value: Tensor) -> Tensor:
-    return value.expand(shape.tolist())
-
-
 def fill_like(ref_tensor: Tensor, value: Tensor) -> Tensor:
     return value.expand(ref_tensor.shape)
 
@@ -115,10 +114,6 @@ def band_part(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
 
 def pixel_shuffle(x: Tensor, upscale_factor: Tensor) -> Tensor:
     return F.pixel_shuffle(x, int(upscale_factor))
-
-
-def resize_nearest_neighbor(x: Tensor, target_size_height: Tensor, target_size_width: Tensor) -> Tensor:
-    return F.interpolate(x, size=(int(target_size_height), int(target_size_width)), mode="nearest")
 
 
 def upsample_nearest_neighbor(x: Tensor, scale_factor_height: Tensor, scale_factor_width: Tensor) -> Tensor:
@@ -145,17 +140,15 @@ _FUNCTIONS = (
     stack,
     split,
     slice_by_index,
-    slice_by_size,
     pad,
+    reverse,
     tile,
     gather,
     gather_along_axis,
     select,
-    fill,
     fill_like,
     band_part,
     pixel_shuffle,
-    resize_nearest_neighbor,
     upsample_nearest_neighbor,
     upsample_bilinear,
 )

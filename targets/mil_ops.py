@@ -30,7 +30,6 @@ _UNARY = {
     "erf": torch.erf,
     "exp": torch.exp,
     "floor": torch.floor,
-    "identity": lambda x: x,
     "logical_not": torch.logical_not,
     "relu": torch.relu,
     "relu6": F.relu6,
@@ -40,7 +39,6 @@ _UNARY = {
     "silu": F.silu,
     "sin": torch.sin,
     "softplus": F.softplus,
-    "softsign": F.softsign,
     "sqrt": torch.sqrt,
     "square": torch.square,
     "tanh": torch.tanh,
@@ -59,7 +57,6 @@ _BINARY = {
     "logical_xor": torch.logical_xor,
     "maximum": torch.maximum,
     "minimum": torch.minimum,
-    "mod": torch.remainder,
     "mul": torch.mul,
     "not_equal": torch.ne,
     "pow": torch.pow,
@@ -68,14 +65,12 @@ _BINARY = {
 }
 
 _REDUCTIONS: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
-    "reduce_l1_norm": lambda x, axes, keep: x.abs().sum(axes, keep),
     "reduce_l2_norm": lambda x, axes, keep: x.square().sum(axes, keep).sqrt(),
     "reduce_log_sum_exp": lambda x, axes, keep: x.logsumexp(axes, keep),
     "reduce_max": lambda x, axes, keep: x.amax(axes, keep),
     "reduce_mean": lambda x, axes, keep: x.mean(axes, keep),
     "reduce_min": lambda x, axes, keep: x.amin(axes, keep),
     "reduce_sum": lambda x, axes, keep: x.sum(axes, keep),
-    "reduce_sum_square": lambda x, axes, keep: x.square().sum(axes, keep),
 }
 
 
@@ -100,12 +95,12 @@ def gelu(x: Tensor, mode: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if mode == "TANH_APPROXIMATION" else "none")
 
 
-def inverse(x: Tensor, epsilon: Tensor) -> Tensor:
-    return 1 / (x + epsilon)
-
-
 def leaky_relu(x: Tensor, alpha: Tensor) -> Tensor:
     return F.leaky_relu(x, float(alpha))
+
+
+def linear_activation(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    return alpha * x + beta
 
 
 def log(x: Tensor, epsilon: Tensor) -> Tensor:
@@ -122,6 +117,14 @@ def rsqrt(x: Tensor, epsilon: Tensor) -> Tensor:
 
 def sigmoid_hard(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
     return (alpha * x + beta).clamp(0, 1)
+
+
+def threshold(x: Tensor, alpha: Tensor) -> Tensor:
+    return torch.maximum(x, alpha)
+
+
+def thresholded_relu(x: Tensor, alpha: Tensor) -> Tensor:
+    return torch.where(x >= alpha, x, 0)
 
 
 def softmax(x: Tensor, axis: Tensor) -> Tensor:
@@ -144,14 +147,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def matmul(x: Tensor, y: Tensor, transpose_x: Tensor, transpose_y: Tensor) -> Tensor:
     x = x.transpose(-1, -2) if bool(transpose_x) else x
     return x @ (y.transpose(-1, -2) if bool(transpose_y) else y)
-
-
-def einsum(values: list[Tensor], equation: str) -> Tensor:
-    return torch.einsum(equation, *values)
-
-
-def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, attn_mask)
 
 
 def conv(
@@ -244,33 +239,28 @@ def instance_norm(x: Tensor, epsilon: Tensor, gamma: Tensor | None = None, beta:
     return F.instance_norm(x, weight=gamma, bias=beta, eps=float(epsilon))
 
 
-def l2_norm(x: Tensor, epsilon: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum((-3, -2, -1), keepdim=True) + epsilon)
-
-
 _FUNCTIONS = (
     clip,
     elu,
     gelu,
-    inverse,
     leaky_relu,
+    linear_activation,
     log,
     prelu,
     rsqrt,
     sigmoid_hard,
+    threshold,
+    thresholded_relu,
     softmax,
     cast,
     linear,
     matmul,
-    einsum,
-    scaled_dot_product_attention,
     conv,
     avg_pool,
     max_pool,
     layer_norm,
     batch_norm,
     instance_norm,
-    l2_norm,
 )
 
 OPERATORS: dict[str, Callable[..., Any]] = {

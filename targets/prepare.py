@@ -1,5 +1,6 @@
 """A module made ready for a compiler: exported for fixed shapes, its operators in spellings that compilers read."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,8 +33,8 @@ def canonical(program: ExportedProgram) -> ExportedProgram:
     """The program without in-place operators, and with those written out that compilers read wrongly or not at all.
 
     TVM's importer drops attention's explicit scale in silence, refuses masks of bool, other ranks than 2 and 4 and
-    grouped queries, and makes a gather of a select; coremltools makes twenty gathers of a roll and has no alias. All
-    other operators stay whole.
+    grouped queries, and makes a gather of a select; coremltools takes every gelu for the exact one, makes twenty
+    gathers of a roll, and has no alias and no where on numbers. All other operators stay whole.
     """
     return program.run_decompositions(_WRITTEN_OUT)
 
@@ -93,6 +94,19 @@ def _alias(x: Tensor) -> Tensor:
     return x
 
 
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return NotImplemented
+    return 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+def _where(condition: Tensor, one: Tensor | float, other: Tensor | float) -> Tensor:
+    like = one if isinstance(one, Tensor) else other
+    dtype = like.dtype if isinstance(like, Tensor) else torch.get_default_dtype()
+    one, other = (torch.as_tensor(value, dtype=dtype, device=condition.device) for value in (one, other))
+    return torch.where(condition, one, other)
+
+
 def _select(x: Tensor, dim: int, index: int) -> Tensor:
     return x.narrow(dim, index % x.shape[dim], 1).squeeze(dim)
 
@@ -101,5 +115,9 @@ _WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.scaled_dot_product_attention.default: _attention,
     torch.ops.aten.roll.default: _roll,
     torch.ops.aten.alias.default: _alias,
+    torch.ops.aten.gelu.default: _gelu,
     torch.ops.aten.select.int: _select,
+    torch.ops.aten.where.Scalar: _where,
+    torch.ops.aten.where.ScalarOther: _where,
+    torch.ops.aten.where.ScalarSelf: _where,
 }

@@ -9,6 +9,7 @@ runtime.config_threadpool, tvm.codegen.llvm.GetHostCPUName and GetHostCPUFeature
 import importlib.metadata
 import os
 import shutil
+import tarfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
@@ -105,7 +106,13 @@ def export_library(executable: Any, path: Path, compiler: str) -> Path:
 
 def export_objects(executable: Any, path: Path) -> Path:
     """Write a compiled module as the `.tar` of object files `path`, for whoever has the linker, and return `path`."""
-    executable.export_library(str(path))
+
+    def bundle(output: str, objects: Sequence[str], **_: Any) -> None:
+        with tarfile.open(output, "w") as archive:
+            for member in objects:
+                archive.add(member, Path(member).name)
+
+    executable.export_library(str(path), fcompile=bundle)
     return path
 
 

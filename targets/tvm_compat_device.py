@@ -7,6 +7,7 @@ Relax expressions; and the operators relax.builtin.alloc_tensor, relax.reshape a
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,17 @@ MAIN_PASS = "CallTIRRewrite"
 KERNELS_PASS = "tirx.SplitHostDevice"
 
 
-def build(relax_module: Any, device: Mapping[str, Any]) -> tuple[Any, DeviceProgram | Unavailable]:
-    """The compiled module, and the same as a program of kernel launches, or why it cannot be told as one."""
+@dataclass(frozen=True)
+class Compiled:
+    """What TVM made: the executable, and the stages on the way that say what it will launch."""
+
+    executable: Any
+    main: Any
+    functions: Any
+
+
+def build(relax_module: Any, device: Mapping[str, Any]) -> Compiled:
+    """Compile a Relax module for a GPU's description with TVM's default pipeline."""
     import tvm
     from tvm.ir.instrument import pass_instrument
 
@@ -35,11 +45,13 @@ def build(relax_module: Any, device: Mapping[str, Any]) -> tuple[Any, DeviceProg
     level = tvm.transform.PassContext.current().opt_level
     with tvm.transform.PassContext(opt_level=level, instruments=[Watch()]):
         executable = tvm_compat.build(relax_module, device)
-    source = tvm_compat.kernel_sources(executable, "opencl")
-    try:
-        return executable, _Reader(seen[KERNELS_PASS]).read(seen[MAIN_PASS]["main"], source)
-    except Unavailable as reason:
-        return executable, reason
+    return Compiled(executable, seen[MAIN_PASS]["main"], seen[KERNELS_PASS])
+
+
+def device_program(compiled: Compiled) -> DeviceProgram:
+    """What the compiled module launches. Unavailable where it does more than launch kernels."""
+    source = tvm_compat.kernel_sources(compiled.executable, "opencl")
+    return _Reader(compiled.functions).read(compiled.main, source)
 
 
 class _Reader:

@@ -1,0 +1,105 @@
+"""Operators rewritten for compilers keep their meaning, whatever way a model spells them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnrewrite.errors import InputError
+from attnrewrite.targets.prepare import arrays, canonical, reference, specialise
+
+aten = torch.ops.aten
+RANDOM = torch.Generator().manual_seed(1)
+MASK = torch.rand(5, 5, generator=RANDOM) > 0.4
+MASK[:, 0] = True
+
+
+def heads(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=RANDOM)
+
+
+class Apply(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> object:
+        return self.function(*inputs)
+
+
+def targets_of(program: torch.export.ExportedProgram) -> set[object]:
+    return {node.target for node in program.graph.nodes if node.op == "call_function"}
+
+
+FOUR = (heads(2, 3, 5, 8), heads(2, 3, 5, 8), heads(2, 3, 5, 4))
+CASES: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
+    "plain": (F.scaled_dot_product_attention, FOUR),
+    "scale": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.9), FOUR),
+    "bool mask": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, MASK), FOUR),
+    "float mask": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, MASK.float()), FOUR),
+    "causal": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), FOUR),
+    "three axes": (F.scaled_dot_product_attention, tuple(each[0] for each in FOUR)),
+    "five axes": (F.scaled_dot_product_attention, tuple(each[None] for each in FOUR)),
+    "grouped": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        (heads(2, 6, 5, 8), heads(2, 3, 5, 8), heads(2, 3, 5, 4)),
+    ),
+    "cross": (F.scaled_dot_product_attention, (heads(1, 2, 1, 8), heads(1, 2, 7, 8), heads(1, 2, 7, 8))),
+    "roll": (lambda x: x.roll((-2, 1, 9), (1, 2, 3)), (heads(2, 3, 4, 5),)),
+    "roll by nothing": (lambda x: x.roll(0, 1) + 1, (heads(2, 3),)),
+    "roll flat": (lambda x: x.roll(3), (heads(2, 3),)),
+    "select": (lambda x: x[:, -1] + x[:, 2], (heads(2, 3, 4),)),
+    "gelu": (F.gelu, (heads(2, 30),)),
+    "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), (heads(2, 30),)),
+    "where number": (lambda x: torch.where(x > 0, x, 0.5) + torch.where(x > 1, 2.0, x), (heads(2, 30),)),
+    "where numbers": (lambda x: torch.where(x > 0, 1.0, 0.5), (heads(2, 30),)),
+    "in place": (lambda x: (x + 1).mul_(2).relu_(), (heads(2, 3),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_canonical_programs_say_the_same_with_fewer_operators(name: str) -> None:
+    function, inputs = CASES[name]
+    module = Apply(function)
+    program = canonical(specialise(module, inputs))
+    assert not targets_of(program) & {
+        aten.scaled_dot_product_attention.default,
+        aten.roll.default,
+        aten.select.int,
+        aten.where.ScalarOther,
+        aten.where.ScalarSelf,
+        aten.where.Scalar,
+        aten.relu_.default,
+    }
+    assert not any(node.kwargs.get("approximate") == "tanh" for node in program.graph.nodes)
+    for found, expected in zip(arrays(program.module()(*inputs)), reference(module, inputs), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(expected))
+
+
+def test_the_encoder_layers_fused_operator_is_not_captured() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval().requires_grad_(False)
+    program = specialise(nn.TransformerEncoder(layer, 1).eval(), (heads(1, 5, 16),))
+    assert not any("_transformer_encoder" in str(target) for target in targets_of(program))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_module_dynamic_in_its_batch_is_fixed_to_the_example() -> None:
+    batch = torch.export.Dim("batch")
+    dynamic = torch.export.export(nn.Linear(4, 3), (heads(2, 4),), dynamic_shapes=({0: batch},)).module()
+    program = specialise(dynamic, (heads(1, 4),))
+    shapes = [tuple(node.meta["val"].shape) for node in program.graph.nodes if node.op == "call_function"]
+    assert shapes == [(1, 3)]
+
+
+def test_what_cannot_be_captured_is_one_line() -> None:
+    with pytest.raises(InputError, match=r"^torch.export cannot capture the module for these inputs: .+$"):
+        specialise(Apply(lambda x: x.relu() if x.sum() > 0 else x), (heads(3),))
+
+
+def test_outputs_are_the_tensors_in_order_however_packed() -> None:
+    one, two = heads(1), heads(2)
+    assert [array.shape for array in arrays({"a": one, "b": [two, None, 3]})] == [(1,), (2,)]
