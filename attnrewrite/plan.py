@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attnrewrite.errors import InputError
+from attnrewrite.patterns.weights import same_weights
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, option_values
@@ -73,7 +74,9 @@ class Plan:
         try:
             tensors = load_file(folder / WEIGHTS_FILE)
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{folder / WEIGHTS_FILE}: cannot be read as safetensors ({error}); convert again") from error
+            raise InputError(
+                f"{folder / WEIGHTS_FILE}: cannot be read as safetensors ({error}); convert again"
+            ) from error
         placements = tuple(
             Placement(
                 entry.site, entry.name, get_variant(entry.variant, entry.options), entry.heads, entry.head_dim,
@@ -97,7 +100,7 @@ def check_fits(plan: Plan, scan: Scan) -> None:
             )
         for attribute in ("heads", "head_dim", "n_queries", "n_keys", "fingerprint"):
             mine, theirs = getattr(placement, attribute), getattr(site, attribute)
-            if mine != theirs:
+            if not (same_weights(mine, theirs) if attribute == "fingerprint" else mine == theirs):
                 raise InputError(
                     f"plan does not fit {scan.model}: {where} has {attribute} {theirs}, the plan was made for {mine}; "
                     "apply the plan to the model that it was made from"
@@ -136,4 +139,3 @@ def _read_document(path: Path) -> _Document:
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-

@@ -93,9 +93,8 @@ class Normalization:
 class Projection:
     """A linear map or 1x1 convolution whose weights depend on parameters alone.
 
-    `input` is what it reads, as [batch, 1, tokens, channels]; None where its
-    tokens are moved on the way in a manner that no single reshape gives. `weight` and `bias` name values of the graph, computed
-    from `parameters`; the weight is [out, in] unless `transposed`. `rows` are its output channels in (head, channel)
+    `input` is what it reads, as [batch, 1, tokens, channels]; None where its tokens are moved on the way in a manner
+    that no single reshape gives. `weight` and `bias` name values of the graph, computed from `parameters`; the weight is [out, in] unless `transposed`. `rows` are its output channels in (head, channel)
     order: packed, separate and shuffled projections differ only here. `direct` says that nothing but data movement
     and `factor` lies between the map and the core (no normalisation of queries, no rotary embedding).
     """
@@ -153,7 +152,7 @@ class AttentionSite:
     `windows` is the number of windows each image is folded into (1: not windowed). `scale` is the total factor
     on the scores; None where it is a tensor. `core` is None where the scores or the probabilities pass through more
     than scale, bias and softmax: `core_reason` says what.
-    `fingerprint` is a hash of the projection weights, equal for the same weights in any frontend; None when a projection is untraced.
+    `fingerprint` is a hash of the traced projections' weights, the same in any frontend; None when none is traced.
     """
 
     id: str

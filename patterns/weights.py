@@ -1,7 +1,5 @@
 """The numbers behind a traced projection, in (head, channel) order, and the fingerprint that names them."""
 
-import hashlib
-
 import numpy as np
 
 from attnrewrite.patterns.graph import GraphView
@@ -24,17 +22,57 @@ def output_weights(graph: GraphView, projection: OutputProjection) -> tuple[np.n
 
 
 def fingerprint(graph: GraphView, projections: tuple[Projection | OutputProjection | Untraced, ...]) -> str | None:
-    """A hash of the traced weights in canonical order, the same in every frontend; None when none is traced."""
-    digest = hashlib.blake2b(digest_size=16)
-    traced = False
+    """What names the traced weights in canonical order, the same in every frontend; None when none is traced.
+
+    For each role its shape, its norm, and random combinations of its elements over the norm. Numbers, not a hash: an
+    exporter that folds a BatchNorm rounds otherwise than we do. Compare with `same_weights`.
+    """
+    parts = []
     for role, projection in zip("qkvo", projections, strict=True):
         if isinstance(projection, Untraced):
             continue
-        traced = True
-        weight, _ = output_weights(graph, projection) if isinstance(projection, OutputProjection) else projection_weights(graph, projection)
-        digest.update(role.encode() + repr(weight.shape).encode())
-        digest.update(np.ascontiguousarray(weight, dtype=np.float32).tobytes())
-    return digest.hexdigest() if traced else None
+        read = output_weights if isinstance(projection, OutputProjection) else projection_weights
+        weight, _ = read(graph, projection)  # type: ignore[arg-type]
+        numbers = ",".join(f"{number:.5g}" for number in _sketch(weight))
+        parts.append(f"{role}{'x'.join(map(str, weight.shape))}:{numbers}")
+    return ";".join(parts) if parts else None
+
+
+_SAME = 1e-3  # beyond the rounding of half precision, below what any training step leaves of a weight
+
+
+def same_weights(one: str | None, other: str | None) -> bool:
+    """Whether two fingerprints name the same weights, to a relative 0.1 %."""
+    if one is None or other is None:
+        return one is other
+    ours, theirs = ([part.split(":") for part in name.split(";")] for name in (one, other))
+    if [role for role, _ in ours] != [role for role, _ in theirs]:
+        return False
+    for (_, mine), (_, yours) in zip(ours, theirs, strict=True):
+        (norm, *signed), (wanted, *others) = (np.array(numbers.split(","), float) for numbers in (mine, yours))
+        if abs(norm - wanted) > _SAME * norm or (np.abs(np.subtract(signed, others)) > _SAME).any():
+            return False
+    return True
+
+
+_BUCKETS = 1024
+
+
+def _sketch(weight: np.ndarray, combinations: int = 6) -> list[float]:
+    """The norm, and combinations of the elements with random signs over the norm; folded into buckets first."""
+    flat = weight.astype(np.float64).reshape(-1)
+    norm = float(np.linalg.norm(flat))
+    folded = np.pad(flat * _random_signs(flat.size), (0, -flat.size % _BUCKETS)).reshape(-1, _BUCKETS).sum(axis=0)
+    signs = _random_signs(combinations * _BUCKETS, start=1 << 40).reshape(combinations, _BUCKETS)
+    return [norm, *((signs @ folded) / max(norm, 1e-30)).tolist()]
+
+
+def _random_signs(count: int, start: int = 0) -> np.ndarray:
+    """+1 and -1 by the splitmix64 generator (Steele et al., OOPSLA 2014): the same on every machine."""
+    state = (np.arange(start, start + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.where((state ^ (state >> np.uint64(31))) >> np.uint64(63), 1.0, -1.0)
 
 
 def _matrix(graph: GraphView, weight: str, bias: str | None, transposed: bool) -> tuple[np.ndarray, np.ndarray | None]:
@@ -43,7 +81,9 @@ def _matrix(graph: GraphView, weight: str, bias: str | None, transposed: bool) -
     return matrix, None if bias is None else np.broadcast_to(graph.constant(bias).reshape(-1), matrix.shape[:1])
 
 
-def _fold_norm(graph: GraphView, norm: Normalization, weight: np.ndarray, bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def _fold_norm(
+    graph: GraphView, norm: Normalization, weight: np.ndarray, bias: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
     mean, variance = graph.constant(norm.mean).astype(np.float64), graph.constant(norm.variance).astype(np.float64)
     gain = 1.0 / np.sqrt(variance + float(np.float32(norm.epsilon)))  # ONNX stores epsilon as float32
     if norm.weight is not None:
