@@ -78,6 +78,15 @@ class OnnxGraph:
         name = value if value in self._sizes.size else self._by_linear[value].product
         return self.prepared.batch_axes.get(name, frozenset())
 
+    @property
+    def batch(self) -> int:
+        """The batch that open axes are read with."""
+        return self.prepared.batch
+
+    def dtype(self, value: str) -> int:
+        """The element type of a value, as ONNX numbers them."""
+        return self._sizes.dtype[value]
+
     def users(self, value: str) -> tuple[str, ...]:
         if value not in self._values:
             return (self._by_linear[value].total,) if value in self._by_linear else ()

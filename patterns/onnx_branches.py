@@ -29,7 +29,11 @@ def take_branch(graph: ir.Graph, node: ir.Node, sizes: Sizes) -> bool:
         for value in inner.outputs:
             value.name = f"{stem}/{value.name}" if value.name else value.name
     results = [_own(value, moved) for value in results]
+    bodies = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
     ir.convenience.replace_nodes_and_values(graph, node, [node], moved, list(node.outputs), results)
+    for left in bodies:  # its nodes read no more
+        left.outputs.clear()
+        left.remove(list(left), safe=True)
     return True
 
 

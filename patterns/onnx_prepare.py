@@ -22,13 +22,14 @@ class Prepared:
     """A private copy of a model and what is known of its values.
 
     `batch_axes` names the axes that follow the batch size; a value that is absent has none. `unread` are attentions
-    that the view does not show: in the body of a loop, quantised, or with a cache.
+    that the view does not show: in the body of a loop, quantised, or with a cache. `batch` is the batch it was read with.
     """
 
     model: ir.Model
     opsets: Mapping[str, int]
     sizes: Sizes
     batch_axes: Mapping[str, frozenset[int]]
+    batch: int
     unread: list[NearMiss] = field(default_factory=list)
 
     @property
@@ -94,7 +95,7 @@ def _read(model: ir.Model, opsets: Mapping[str, int], batch: int, given: Mapping
             continue
         advance(sizes, node, opsets)
         unread += _unread(node, sizes, reason)
-    return Prepared(model, opsets, sizes, {}, unread)
+    return Prepared(model, opsets, sizes, {}, batch, unread)
 
 
 def _unread(node: ir.Node, sizes: Sizes, reason: str | None) -> Iterator[NearMiss]:

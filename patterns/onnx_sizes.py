@@ -107,7 +107,7 @@ def constant_tensor(node: ir.Node) -> ir.TensorProtocol | None:
     """What a Constant node holds; None for what is no tensor (a string, a sparse tensor)."""
     for name, attribute in node.attributes.items():
         if name == "value":
-            return attribute.as_tensor()
+            return attribute.value
         if name in ("value_float", "value_int", "value_floats", "value_ints"):
             dtype = np.float32 if "float" in name else np.int64
             return ir.tensor(np.array(attribute.value, dtype=dtype))
@@ -120,6 +120,8 @@ def evaluate(node: ir.Node, arrays: Sequence[np.ndarray | None], opsets: Mapping
     Raises:
         InputError: there is none, or it refuses the arrays.
     """
+    if node.op_type == "ScatterND" and "reduction" not in node.attributes:
+        return [_scattered(*arrays)]  # type: ignore[arg-type]
     try:
         run = load_op(node.domain, node.op_type, opsets.get(node.domain, 1))
         attributes = {name: _plain(attribute) for name, attribute in node.attributes.items()}
@@ -127,6 +129,13 @@ def evaluate(node: ir.Node, arrays: Sequence[np.ndarray | None], opsets: Mapping
     except Exception as error:  # reference implementations raise what numpy raises
         raise InputError(f"node {node.name!r} ({node.op_type}) cannot be evaluated: {_first_line(error)}") from error
     return [np.asarray(array) for array in (result if isinstance(result, tuple) else (result,))]
+
+
+def _scattered(data: np.ndarray, indices: np.ndarray, updates: np.ndarray) -> np.ndarray:
+    """ScatterND at once: the reference implementation takes the elements one by one."""
+    result = np.array(data)
+    result[tuple(np.moveaxis(indices, -1, 0))] = updates
+    return result
 
 
 def _plain(attribute: ir.Attr) -> object:
