@@ -13,7 +13,8 @@ from attnrewrite.variants.least_squares import LeastSquares
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.softmax import with_outputs
 
-RIDGE = 1e-3
+RIDGE = 1e-4
+SHIFT = 4.0
 
 
 def additive_attention(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,6 +40,7 @@ class AdditiveForm(Form):
         width = heads * channels
         self.scale = scale
         self.weight = nn.Parameter(torch.ones(width, 1))
+        self.shift = nn.Parameter(torch.zeros(2, width))
         self.context = nn.Linear(width, width)
         self.final = nn.Linear(width, width, bias=False)
         with torch.no_grad():
@@ -47,26 +49,39 @@ class AdditiveForm(Form):
             nn.init.eye_(self.final.weight)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        context, token = additive_attention(merge_heads(value), merge_heads(query), self.weight)
+        context, token = self._attend(query, value)
         return split_heads(self.context(context) + self.final(token), value.shape[1])
+
+    def _attend(self, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        slots = merge_heads(value) + self.shift[0], merge_heads(query) + self.shift[1]
+        return additive_attention(*slots, self.weight)
 
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
-        """w_g: the mean direction of the aggregated tokens, which makes alpha near uniform, as far from softmax's
-        peaks as a mean is; then both maps together by ridge regression on the softmax output.
+        """Shifts and w_g first, then both maps together by ridge regression on the softmax output.
+
+        The shifts (biases of the published projections) are SHIFT times the mean token long, in one direction: beside
+        them the normalisation is nearly linear, alpha nearly uniform, and the magnitude of a token is not lost.
         """
-        total = sum(unit(merge_heads(heads.value), 2).double().sum((0, 1)) for heads in activations())
+        lengths = torch.stack([self._lengths(heads) for heads in activations()]).mean(0)
+        width = self.final.weight.shape[0]
+        self.shift.copy_((SHIFT * lengths * width**-0.5).unsqueeze(1).expand(2, width))
+        total = sum(unit(merge_heads(heads.value) + self.shift[0], 2).double().sum((0, 1)) for heads in activations())
         self.weight.copy_(unit(torch.as_tensor(total), 0).unsqueeze(1))
         fit = LeastSquares()
         for heads, target in with_outputs(activations(), self.scale):
-            context, token = additive_attention(merge_heads(heads.value), merge_heads(heads.query), self.weight)
+            context, token = self._attend(heads.query, heads.value)
             columns = torch.cat([context, token, torch.ones_like(token[..., :1])], dim=2)
             fit.add(columns.flatten(0, 1), merge_heads(target).flatten(0, 1))
         maps = fit.solve(RIDGE).T.to(self.final.weight)
-        width = self.final.weight.shape[0]
         self.context.weight.copy_(maps[:, :width])
         self.final.weight.copy_(maps[:, width : 2 * width])
         self.context.bias.copy_(maps[:, -1])
+
+    @staticmethod
+    def _lengths(heads: Heads) -> Tensor:
+        """The mean norm of a token's value and of its query, [2]."""
+        return torch.stack([merge_heads(part).double().norm(dim=2).mean() for part in (heads.value, heads.query)])
 
 
 @dataclass(frozen=True, kw_only=True)

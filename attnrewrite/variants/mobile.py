@@ -11,11 +11,13 @@ from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, Variant
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
-from attnrewrite.variants.layout import merge_heads, split_heads, take_heads, unit
+from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, take_heads, unit
 from attnrewrite.variants.linear import LinearVariant
+from attnrewrite.variants.recut import Recut, recut_multiplies, signed_pairs
 
 Reading = Literal["conversion", "code", "paper"]
 EPSILON = 1e-6
+GAIN = 3.0  # of 1 to 4: what explains most of softmax's output on a trained ViT
 
 
 class Flows(NamedTuple):
@@ -71,9 +73,14 @@ class MobileForm(Form):
     The channels of a head that does not take part are zero in the output.
     """
 
-    def __init__(self, count: int, reading: Reading, order: Order, kept: tuple[int, ...] | None, keep: int) -> None:
+    def __init__(
+        self, count: int, recut: Recut, scale: float, reading: Reading, order: Order,
+        kept: tuple[int, ...] | None, keep: int,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.count = count
+        self.recut = recut
+        self.scale = scale
         self.reading = reading
         self.order = order
         self.kept = kept
@@ -81,6 +88,7 @@ class MobileForm(Form):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         heads = value.shape[1]
+        query, key = self.recut(query, key)
         query, key, value = (split_heads(merge_heads(part), self.count) for part in (query, key, value))
         if self.kept is None:
             return self._joined(mobile_attention(query, key, value, self.reading, self.order), heads)
@@ -95,15 +103,24 @@ class MobileForm(Form):
 
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
-        """Choose the heads to keep: those of the largest mean competed outgoing flow (the paper's appendix A)."""
-        if self.keep == self.count or self.kept is not None:
-            return
+        """Give every small head of a head the leading coordinates of that head's scores, with both signs; then choose
+        the heads to keep: those of the largest mean competed outgoing flow (the paper's appendix A).
+        """
+        heads, channels, _ = self.recut.query.shape
+        size = heads * channels // self.count
+        if size > 1 and channels % size == 0:
+            self.recut.fit(activations(), self.scale, lambda maps: signed_pairs(maps, size, GAIN))
+        if self.keep < self.count and self.kept is None:
+            self.kept = self._largest_flows(activations())
+
+    def _largest_flows(self, batches: Iterator[Heads]) -> tuple[int, ...]:
         score = torch.zeros(self.count, dtype=torch.float64)
-        for heads in activations():
-            query, key = (split_heads(merge_heads(part), self.count) for part in (heads.query, heads.key))
+        for heads in batches:
+            recut = self.recut(heads.query, heads.key)
+            query, key = (split_heads(merge_heads(part), self.count) for part in recut)
             flows = head_flows(features(query, self.reading), features(key, self.reading), EPSILON)
             score += flows.competed_outgoing.mean((2, 3)).sum(0).double().cpu()
-        self.kept = tuple(sorted(score.topk(self.keep).indices.tolist()))
+        return tuple(sorted(score.topk(self.keep).indices.tolist()))
 
     def resolve(self, variant: Variant) -> Variant:
         return replace(variant, keep_heads=self.kept) if self.kept is not None else variant  # type: ignore[call-arg]
@@ -150,12 +167,14 @@ class Mobile(LinearVariant):
     def form(self, site: AttentionSite) -> Form:
         count, _ = self._sizes(site)
         kept = self.keep_heads if isinstance(self.keep_heads, tuple) else None
-        return MobileForm(count, self.reading, cheaper_order(*self._shape(site)), kept, self._keep(site))
+        recut, order = Recut(site.heads, site.head_dim), cheaper_order(*self._shape(site))
+        return MobileForm(count, recut, score_scale(site), self.reading, order, kept, self._keep(site))
 
     def form_multiplies(self, site: AttentionSite) -> int:
         channels = self._keep(site) * self.head_dim
         flows = 6 * channels * site.n_queries
-        return self._keep(site) * product_multiplies(*self._shape(site), "auto") + flows
+        recut = site.heads * recut_multiplies(site.n_queries, site.n_keys, site.head_dim)
+        return self._keep(site) * product_multiplies(*self._shape(site), "auto") + flows + recut
 
     def _keep(self, site: AttentionSite) -> int:
         """How many small heads take part once calibrated."""

@@ -15,6 +15,7 @@ from attnrewrite.variants.kernel import Order, cheaper_order, mean_product
 from attnrewrite.variants.layout import score_scale
 from attnrewrite.variants.least_squares import LeastSquares
 from attnrewrite.variants.linear import LinearVariant
+from attnrewrite.variants.recut import score_factors
 
 RIDGE = 1e-9
 ROWS_PER_IMAGE = 128
@@ -101,7 +102,9 @@ class PolynomialForm(Form):
         """The best rank-r bilinear form for the scores met in calibration, then p by least squares on the softmax
         weights of a sample of rows: five numbers a head.
         """
-        self._fit_maps(activations())
+        query_map, key_map, _ = score_factors(activations(), self.scale, self.rank)
+        self.query_map.copy_(query_map)
+        self.key_map.copy_(key_map)
         fit = LeastSquares()
         for heads in activations():
             key = heads.key - heads.key.mean(2, keepdim=True)
@@ -114,33 +117,11 @@ class PolynomialForm(Form):
                 fit.add((powers / total.unsqueeze(3)).flatten(1, 2), (exact.exp() / total).flatten(1).unsqueeze(2))
         self.coefficients.copy_(fit.solve(RIDGE)[:, :, 0])
 
-    def _fit_maps(self, batches: Iterator[Heads]) -> None:
-        """Minimise the mean of (scale q . k - (q A_q) . (k A_k))^2 over independent queries and centred keys."""
-        moments = [torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
-        for heads in batches:
-            for side, tokens in enumerate((heads.query, heads.key - heads.key.mean(2, keepdim=True))):
-                rows = tokens.double().transpose(0, 1).flatten(1, 2)
-                moments[side] = moments[side].to(rows.device) + rows.transpose(1, 2) @ rows / rows.shape[1]
-        (query_root, query_inverse), (key_root, key_inverse) = (_roots(moment) for moment in moments)
-        left, energy, right = torch.linalg.svd(query_root @ key_root * self.scale)
-        share = energy[:, : self.rank].sqrt().unsqueeze(1)
-        self.query_map.copy_(query_inverse @ left[:, :, : self.rank] * share)
-        self.key_map.copy_(key_inverse @ right.transpose(1, 2)[:, :, : self.rank] * share)
-
     def resolve(self, variant: Variant) -> Variant:
         return replace(variant, rank=self.rank, degree=self.degree)  # type: ignore[call-arg]
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, degree={self.degree}, order={self.order}"
-
-
-def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """The symmetric square root of [H, d, d] second moments, and its inverse where there is energy."""
-    energy, basis = torch.linalg.eigh(moment)
-    energy = energy.clamp(min=0)
-    floor = energy.amax(1, keepdim=True) * 1e-10 + torch.finfo(torch.float32).tiny
-    inverse = torch.where(energy > floor, energy.clamp(min=floor).rsqrt(), 0.0)
-    return (basis * energy.sqrt().unsqueeze(1)) @ basis.transpose(1, 2), (basis * inverse.unsqueeze(1)) @ basis.mT
 
 
 @dataclass(frozen=True, kw_only=True)

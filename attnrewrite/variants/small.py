@@ -1,32 +1,39 @@
 """Small forms that users compare against: Hedgehog, ViTALiTy's Taylor, Hydra and cross-covariance."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form
+from attnrewrite.variants.base import Form, Heads
 from attnrewrite.variants.kernel import Order, cheaper_order, kernel_attention, mean_product, product_multiplies
 from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, unit
 from attnrewrite.variants.linear import LinearVariant
+from attnrewrite.variants.recut import Recut
+
+HEDGEHOG_GAIN = 2.0  # of 1, 2, 4: what explains most of softmax's output on a trained ViT
 
 
 class HedgehogForm(Form):
     """Kernel attention with the learned features softmax([W x, -W x]) of query and key, per head.
 
-    W starts as the identity times the root of the scale, so that the features multiply as the scores did.
+    W starts as the identity times the root of the scale; calibration puts the coordinates of the scores there.
     """
 
     def __init__(self, heads: int, head_dim: int, scale: float, order: Order) -> None:
         super().__init__()
+        self.scale = scale
         self.order = order
-        self.query_map = nn.Parameter(torch.eye(head_dim).repeat(heads, 1, 1) * scale**0.5)
-        self.key_map = nn.Parameter(torch.eye(head_dim).repeat(heads, 1, 1) * scale**0.5)
+        self.recut = Recut(heads, head_dim, start=scale**0.5)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        query, key = self._features(query @ self.query_map), self._features(key @ self.key_map)
-        return kernel_attention(query, key, value, 0.0, self.order)
+        query, key = self.recut(query, key)
+        return kernel_attention(self._features(query), self._features(key), value, 0.0, self.order)
+
+    def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
+        self.recut.fit(activations(), self.scale, lambda maps: maps * HEDGEHOG_GAIN)
 
     @staticmethod
     def _features(x: Tensor) -> Tensor:
