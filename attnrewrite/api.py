@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from attnrewrite.capture import capture
-from attnrewrite.checks import rewritten_sites
 from attnrewrite.conversion import Conversion, convert_source, deployed
 from attnrewrite.data import Images, load_images
 from attnrewrite.errors import InputError
-from attnrewrite.evaluate import Evaluation, evaluate_modules
+from attnrewrite.evaluation import Evaluation, evaluate_modules
 from attnrewrite.files import staged
 from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.fx import FxGraph
@@ -21,6 +21,7 @@ from attnrewrite.report import Comparison
 from attnrewrite.site import Scan
 from attnrewrite.sources import Source, load_source
 from attnrewrite.targets.base import Artifact, get_target
+from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, variants
 
 Model = Any  # an nn.Module, an ExportedProgram, a Source, a Conversion, or a string or path that names a model
@@ -43,7 +44,7 @@ def explain(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **h
 
 def supported(found: Scan) -> dict[str, dict[str, bool | str]]:
     """For each site id, what each variant says of it: True, or why it cannot stand there."""
-    known = {name: get_variant(name) for name in variants()}
+    known: dict[str, Variant] = {name: get_variant(name) for name in variants()}
     return {site.id: {name: v.refuse(site) or True for name, v in known.items()} for site in found.sites}
 
 
@@ -173,7 +174,8 @@ def compare(
 def runnable(source: Source) -> nn.Module:
     """The source as a module in evaluation mode."""
     if source.model is not None:
-        return source.model.eval()
+        is_graph = isinstance(source.model, GraphModule)  # graphs were captured in evaluation mode, and stay in it
+        return source.model if is_graph else source.model.eval()
     assert source.program is not None
     return source.program.module()
 
@@ -188,7 +190,9 @@ def sites_of(model: Model, loaded: Source) -> tuple[dict[str, Any], ...]:
         return tuple(json.loads((loaded.folder / "report.json").read_text())["sites"])
     found = explain(loaded)
     told = ("id", "name", "heads", "head_dim", "n_queries", "n_keys")
-    return tuple({key: getattr(site, key) for key in told} | {"variant": "softmax", "note": None} for site in found.sites)
+    return tuple(
+        {key: getattr(site, key) for key in told} | {"variant": "softmax", "note": None} for site in found.sites
+    )
 
 
 def _load(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Source:
@@ -225,4 +229,4 @@ def _fixed_batch(source: Source) -> int | None:
     return size if isinstance(size, int) else None
 
 
-__all__ = ["Conversion", "compare", "convert", "evaluate", "explain", "lower", "rewritten_sites", "supported"]
+__all__ = ["Conversion", "compare", "convert", "evaluate", "explain", "lower", "supported"]

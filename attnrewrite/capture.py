@@ -1,4 +1,4 @@
-"""From a model to the graph that is matched and rewritten: torch.export, functionalised, batch left open where possible."""
+"""From a model to the graph that is rewritten: torch.export, functionalised, batch left open where possible."""
 
 import logging
 from collections.abc import Iterator
@@ -54,16 +54,26 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
     doubled = _doubled(inputs)
     with torch.no_grad(), _without_torch_logs():
         try:
-            return torch.export.export(module, doubled, dynamic_shapes=open_batch(doubled)), None
-        except Exception as open_error:  # torch.export raises many kinds
-            try:
-                program = torch.export.export(module, inputs)
-            except Exception as error:
-                raise InputError(
-                    f"{type(module).__name__} cannot be captured by torch.export: {_first_line(error)}; "
-                    "give a model whose forward takes tensors and has no data-dependent Python control flow"
-                ) from error
-            return program, _first_line(open_error)
+            program = torch.export.export(module, doubled, dynamic_shapes=open_batch(doubled))
+            if has_open_batch(program):
+                return program, None
+            note = "the model fixes its batch size"
+        except Exception as error:  # torch.export raises many kinds
+            note = _first_line(error)
+        try:
+            return torch.export.export(module, inputs), note
+        except Exception as error:
+            raise InputError(
+                f"{type(module).__name__} cannot be captured by torch.export: {_first_line(error)}; "
+                "give a model whose forward takes tensors and has no data-dependent Python control flow"
+            ) from error
+
+
+def has_open_batch(program: ExportedProgram) -> bool:
+    """Whether the program takes any batch size: torch.export settles for one where the model's code does."""
+    names = set(program.graph_signature.user_inputs)
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    return any(not isinstance(size, int) for value in values if isinstance(value, Tensor) for size in value.shape)
 
 
 def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple[Tensor, ...]) -> Captured:
@@ -84,7 +94,9 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
     _remove_assertions(module)
-    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)]
+    inputs = [
+        n.meta["val"] for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
+    ]
     is_open = any(not isinstance(size, int) for tensor in inputs for size in tensor.shape)
     fixed = None if is_open else (int(inputs[0].shape[0]) if inputs and inputs[0].dim() else 1)
     if fixed is not None and note is None:

@@ -62,7 +62,9 @@ def recorded(module: nn.Module) -> Iterator[dict[str, tuple[tuple[Tensor, ...], 
 
 
 @torch.no_grad()
-def identity_errors(original: GraphModule, identity: GraphModule, scan: Scan, inputs: tuple[Tensor, ...]) -> dict[str, float]:
+def identity_errors(
+    original: GraphModule, identity: GraphModule, scan: Scan, inputs: tuple[Tensor, ...]
+) -> dict[str, float]:
     """For each rewritten site, how far softmax re-emitted from the extracted weights is from the original's value.
 
     Each site is given the original's own inputs, so that one site's error does not hide or feed another's.
@@ -85,7 +87,8 @@ def identity_errors(original: GraphModule, identity: GraphModule, scan: Scan, in
         if not errors[site.id] <= IDENTITY_TOLERANCE:
             raise CheckFailedError(
                 f"{site.id} ({site.name}): softmax re-emitted from the extracted weights differs from the original by "
-                f"{errors[site.id]:.2e} (allowed {IDENTITY_TOLERANCE:.0e}): the extraction is wrong there; keep the site with --keep {site.id}"
+                f"{errors[site.id]:.2e} (allowed {IDENTITY_TOLERANCE:.0e}): the extraction is wrong there; "
+                f"keep the site with --keep {site.id}"
             )
     return errors
 
@@ -122,7 +125,10 @@ def export_error(exported: nn.Module, module: nn.Module, inputs: tuple[Tensor, .
     pairs = zip(outputs(exported(*inputs)), outputs(module(*inputs)), strict=True)
     error = max(relative_error(found, wanted) for found, wanted in pairs)
     if not error <= EXPORT_TOLERANCE:
-        raise CheckFailedError(f"the exported model differs from the module by {error:.2e} (allowed {EXPORT_TOLERANCE:.0e}); nothing was written")
+        raise CheckFailedError(
+            f"the exported model differs from the module by {error:.2e} (allowed {EXPORT_TOLERANCE:.0e}); "
+            "nothing was written"
+        )
     return error
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from attnrewrite.evaluate import Evaluation
+    from attnrewrite.evaluation import Evaluation
     from attnrewrite.site import Scan
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrewrite.data import Images
 from attnrewrite.errors import AttnRewriteError, InputError
-from attnrewrite.evaluate import Evaluation, evaluate_modules
+from attnrewrite.evaluation import Evaluation, evaluate_modules
 from attnrewrite.measure import Latency, environment, measure
 from attnrewrite.preprocessing import Preprocessing
 from attnrewrite.report import Comparison, Quantiles, Row

@@ -109,7 +109,8 @@ def convert_source(
     arithmetic = float64_errors(student, inputs)
     plan = _final_plan(found, chosen, variant, student, captured.module)
     sites = [
-        _site_report(site, fates[site.id], variant, identity.get(site.id), arithmetic.get(site.id)) for site in found.sites
+        _site_report(site, fates[site.id], variant, identity.get(site.id), arithmetic.get(site.id))
+        for site in found.sites
     ]
     report = {
         "model": source.name,
@@ -119,14 +120,25 @@ def convert_source(
         "seed": seed,
         "fixed_batch": captured.fixed_batch,
         "sites": sites,
-        "near_misses": [{"anchor": m.anchor, "name": m.name, "reason": m.reason, "detail": m.detail} for m in found.near_misses],
+        "near_misses": [
+            {"anchor": m.anchor, "name": m.name, "reason": m.reason, "detail": m.detail} for m in found.near_misses
+        ],
         "calibration": {"images": 0 if images is None else len(images), "stages": stages},
     }
-    return Conversion(student, plan, found, report, captured.module, source.example_inputs, source.preprocessing, source.origin)
+    return Conversion(
+        student, plan, found, report, captured.module, source.example_inputs, source.preprocessing, source.origin
+    )
 
 
 def _calibrated(
-    captured: Captured, teacher: GraphModule, student: GraphModule, source: Source, images: Images, steps: int, seed: int, progress: Progress | None
+    captured: Captured,
+    teacher: GraphModule,
+    student: GraphModule,
+    source: Source,
+    images: Images,
+    steps: int,
+    seed: int,
+    progress: Progress | None,
 ) -> list[dict[str, Any]]:
     """Calibrate `student` in place; what each stage did."""
     from attnrewrite.calibrate import calibrate
@@ -166,10 +178,15 @@ def _require_some(found: Scan, chosen: list[AttentionSite], variant: Variant, fa
     if chosen:
         return
     if not found.sites:
-        misses = "; ".join(f"{m.name}: {m.detail}" for m in found.near_misses[:5]) or "no softmax and no attention operator"
+        misses = (
+            "; ".join(f"{m.name}: {m.detail}" for m in found.near_misses[:5]) or "no softmax and no attention operator"
+        )
         raise NothingMatchedError(f"{found.model} has no attention to rewrite ({misses}); see attnrewrite explain")
     reasons = "; ".join(f"{site}: {reason}" for site, reason in list(fates.items())[:3])
-    raise NothingMatchedError(f"{variant.name} can stand at none of the {len(found)} sites of {found.model} ({reasons}); choose another variant")
+    raise NothingMatchedError(
+        f"{variant.name} can stand at none of the {len(found)} sites of {found.model} ({reasons}); "
+        "choose another variant"
+    )
 
 
 def _require(program: ExportedProgram | None) -> ExportedProgram:
@@ -182,11 +199,14 @@ def _plan(found: Scan, chosen: list[AttentionSite], variant: Variant) -> Plan:
     return Plan(found.model, tuple(Placement.at(site, variant) for site in chosen))
 
 
-def _final_plan(found: Scan, chosen: list[AttentionSite], variant: Variant, student: GraphModule, original: GraphModule) -> Plan:
+def _final_plan(
+    found: Scan, chosen: list[AttentionSite], variant: Variant, student: GraphModule, original: GraphModule
+) -> Plan:
     """The plan that gives `student` again: resolved options, the sites' tensors, and what was refitted around them."""
     modules = rewritten_sites(student)
     placements = tuple(
-        Placement.at(site, modules[site.id].form.resolve(variant), dict(modules[site.id].state_dict())) for site in chosen
+        Placement.at(site, modules[site.id].form.resolve(variant), dict(modules[site.id].state_dict()))
+        for site in chosen
     )
     before = dict(original.state_dict())
     inside = tuple(name for name, module in student.named_modules() if module in modules.values())
@@ -198,7 +218,9 @@ def _final_plan(found: Scan, chosen: list[AttentionSite], variant: Variant, stud
     return Plan(found.model, placements, changed)
 
 
-def _site_report(site: AttentionSite, fate: str | None, variant: Variant, identity: float | None, arithmetic: float | None) -> dict[str, Any]:
+def _site_report(
+    site: AttentionSite, fate: str | None, variant: Variant, identity: float | None, arithmetic: float | None
+) -> dict[str, Any]:
     return {
         "id": site.id,
         "name": site.name,
@@ -218,4 +240,11 @@ def _site_report(site: AttentionSite, fate: str | None, variant: Variant, identi
 def _batched(inputs: tuple[Tensor, ...], fixed: int | None) -> tuple[Tensor, ...]:
     """Example inputs with the batch that the graph takes: its only one, or two unlike images where it is open."""
     size = fixed or 2
-    return tuple(t if t.shape[0] == size else torch.cat([t, t.flip(-1)]) if t.shape[0] == 1 and size == 2 else t.expand(size, *t.shape[1:]) for t in inputs)
+    return tuple(
+        t
+        if t.shape[0] == size
+        else torch.cat([t, t.flip(-1)])
+        if t.shape[0] == 1 and size == 2
+        else t.expand(size, *t.shape[1:])
+        for t in inputs
+    )

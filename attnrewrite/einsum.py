@@ -31,7 +31,8 @@ def einsum_as_product(equation: str, operands: Sequence[Tensor], *, path: object
     rows = [a for a in terms[0] if a not in terms[1]]
     columns = [a for a in terms[1] if a not in terms[0]]
     product = torch.matmul(
-        _grouped(left, terms[0], [batch, rows, summed], sizes), _grouped(right, terms[1], [batch, summed, columns], sizes)
+        _grouped(left, terms[0], [batch, rows, summed], sizes),
+        _grouped(right, terms[1], [batch, summed, columns], sizes),
     )
     order = batch + rows + columns
     spread = product.reshape([sizes[a] for a in order])

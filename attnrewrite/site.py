@@ -94,8 +94,9 @@ class Projection:
     """A linear map or 1x1 convolution whose weights depend on parameters alone.
 
     `input` is what it reads, as [batch, 1, tokens, channels]; None where its tokens are moved on the way in a manner
-    that no single reshape gives. `weight` and `bias` name values of the graph, computed from `parameters`; the weight is [out, in] unless `transposed`. `rows` are its output channels in (head, channel)
-    order: packed, separate and shuffled projections differ only here. `direct` says that nothing but data movement
+    that no single reshape gives. `weight` and `bias` name values of the graph, computed from `parameters`; the weight
+    is [out, in] unless `transposed`. `rows` are its output channels in (head, channel) order: packed, separate and
+    shuffled projections differ only here. `direct` says that nothing but data movement
     and `factor` lies between the map and the core (no normalisation of queries, no rotary embedding).
     """
 

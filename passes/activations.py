@@ -4,7 +4,22 @@ import torch
 from torch.fx import GraphModule, Node
 
 _BETWEEN = frozenset(
-    "mul layer_norm rms_norm batch_norm linear addmm conv2d convolution view reshape _unsafe_view transpose permute clone".split()
+    [
+        "mul",
+        "layer_norm",
+        "rms_norm",
+        "batch_norm",
+        "linear",
+        "addmm",
+        "conv2d",
+        "convolution",
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "transpose",
+        "permute",
+        "clone",
+    ]
 )
 _GELU = (torch.ops.aten.gelu.default,)
 

@@ -28,14 +28,19 @@ def place(graph: GraphView, site: AttentionSite, placement: Placement) -> Rewrit
     """
     reason = placement.variant.refuse(site)
     if reason is not None:
-        raise InputError(f"{placement.variant.name} cannot stand at {site.id} ({site.name}): it {reason}; keep that site, or choose another variant")
+        raise InputError(
+            f"{placement.variant.name} cannot stand at {site.id} ({site.name}): it {reason}; "
+            "keep that site, or choose another variant"
+        )
     rewritten = build_site(graph, site, placement.variant.build(site)).eval()
     if placement.weights:
         try:
             rewritten.load_state_dict(dict(placement.weights), strict=True)
         except RuntimeError as error:
             detail = " ".join(str(error).split())[:300]
-            raise InputError(f"the plan's weights do not fit {site.id} ({site.name}): {detail}; convert again") from error
+            raise InputError(
+                f"the plan's weights do not fit {site.id} ({site.name}): {detail}; convert again"
+            ) from error
     return rewritten
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,10 @@ class FxRewrite:
 
 
 def rewrite(
-    module: GraphModule, found: Scan, replacements: dict[str, RewrittenSite], parameters: "dict[str, Tensor] | None" = None
+    module: GraphModule,
+    found: Scan,
+    replacements: dict[str, RewrittenSite],
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> tuple[GraphModule, tuple[Edit, ...]]:
     """A copy of `module` in which each site of `replacements` is one module call; dead parameters are gone."""
     result = GraphModule(module, copy.deepcopy(module.graph))
@@ -73,6 +77,8 @@ def rewrite(
 def _swap(module: GraphModule, nodes: dict[str, Node], site: AttentionSite, rewritten: RewrittenSite) -> Edit:
     """Put `rewritten` where the site's value is made; later sites that read that value read the module call."""
     name = f"attention_{site.id}"
+    while hasattr(module, name):  # the model was rewritten before
+        name += "_again"
     module.add_submodule(name, rewritten)
     value = written_value(site)
     old = nodes[value]
@@ -108,18 +114,24 @@ def _own_parameters(module: GraphModule) -> None:
             continue
         if id(tensor) not in copies:
             fresh = tensor.detach().clone()
-            copies[id(tensor)] = torch.nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fresh
+            copies[id(tensor)] = (
+                torch.nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fresh
+            )
             copies[id(copies[id(tensor)])] = copies[id(tensor)]
         setattr(holder, attribute, copies[id(tensor)])
 
 
-def _set_parameters(module: GraphModule, parameters: dict[str, Tensor]) -> None:
+def _set_parameters(module: GraphModule, parameters: Mapping[str, Tensor]) -> None:
     for name, tensor in parameters.items():
         try:
             target = operator.attrgetter(name)(module)
         except AttributeError as error:
-            raise InputError(f"the plan refits {name}, which the model does not have; apply it to the model it was made from") from error
+            raise InputError(
+                f"the plan refits {name}, which the model does not have; apply it to the model it was made from"
+            ) from error
         if target.shape != tensor.shape:
-            raise InputError(f"the plan refits {name} of shape {tuple(tensor.shape)}, the model has {tuple(target.shape)}")
+            raise InputError(
+                f"the plan refits {name} of shape {tuple(tensor.shape)}, the model has {tuple(target.shape)}"
+            )
         with torch.no_grad():
             target.copy_(tensor)

@@ -90,7 +90,9 @@ class RewrittenSite(nn.Module):
     has the same values, readers and writer, so that teacher and student can be compared part by part.
     """
 
-    def __init__(self, site: AttentionSite, core: Core, parts: dict[str, nn.Module], values: dict[str, str], form: Form) -> None:
+    def __init__(
+        self, site: AttentionSite, core: Core, parts: dict[str, nn.Module], values: dict[str, str], form: Form
+    ) -> None:
         super().__init__()
         self.site_id = site.id
         self.variant_name = type(form).__name__
@@ -114,7 +116,9 @@ class RewrittenSite(nn.Module):
         """(query, key, value, bias) as the form receives them."""
         given = dict(zip(self.values, tensors, strict=True))
         query, key, value = (getattr(self, role)(given[self.roles[role]]) for role in ("query", "key", "value"))
-        batch = next((t.shape[0] for t, follows in zip((query, key, value), self._follows(), strict=True) if follows), None)
+        batch = next(
+            (t.shape[0] for t, follows in zip((query, key, value), self._follows(), strict=True) if follows), None
+        )
         batch = max(query.shape[0], key.shape[0], value.shape[0]) if batch is None else batch
         query, key, value = (t.expand(batch, self.heads, -1, -1) for t in (query, key, value))
         if self.core.temperature is not None:
@@ -157,7 +161,10 @@ def build_site(graph: GraphView, site: AttentionSite, form: Form) -> RewrittenSi
         projection, operand = getattr(site, role), getattr(site.core, role)
         if isinstance(projection, Projection) and projection.direct and projection.input is not None:
             weight, bias = projection_weights(graph, projection)
-            scaled = (None if array is None else array * np.asarray(projection.factor, array.dtype) for array in (weight, bias))
+            scaled = (
+                None if array is None else array * np.asarray(projection.factor, array.dtype)
+                for array in (weight, bias)
+            )
             parts[role] = ProjectedRead(projection.input.layout, *(_tensor(a) for a in scaled), heads=site.heads)  # type: ignore[misc,arg-type]
             values[role] = projection.input.value
         else:

@@ -1,5 +1,6 @@
 """The matcher: every softmax, SDPA or attention op ends as an AttentionSite or as a NearMiss with a reason."""
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -45,13 +46,21 @@ class _Reader:
         operation = self.graph.operation(value)
         spell = spell_fused if operation.kind == "sdpa" else spell_softmax
         found = spell(self.graph, operation)
-        return found if isinstance(found, NearMiss) else _site(self.graph, self.strict, self.layout, found, number)
+        if isinstance(found, NearMiss):
+            return found
+        return _site(self.graph, self.strict, self.layout, _without_neutral(self.graph, found), number)
 
 
 def _site(graph: GraphView, strict: Tracer, layout: Tracer, found: Spelling, number: int) -> AttentionSite | NearMiss:
     folded = fold_lead(graph, layout, found.query, found.key, found.value)
     if isinstance(folded, str):
-        return NearMiss(found.anchor.kind, found.anchor.value, "unfolded-heads", f"{folded} at {found.anchor.value}", (found.anchor.value,))
+        return NearMiss(
+            found.anchor.kind,
+            found.anchor.value,
+            "unfolded-heads",
+            f"{folded} at {found.anchor.value}",
+            (found.anchor.value,),
+        )
     query, key, value = (
         trace_projection(graph, strict, layout, side, folded) for side in (found.query, found.key, found.value)
     )
@@ -67,7 +76,9 @@ def _site(graph: GraphView, strict: Tracer, layout: Tracer, found: Spelling, num
         name=common_scope(graph, (found.anchor.value, found.output.value)) or found.anchor.value,
         frontend=graph.frontend,
         anchor=_anchor(found.anchor),
-        kind="cross" if is_cross(graph, *(_tokens_behind(graph, layout, side) for side in (found.query, found.key))) else "self",
+        kind="cross"
+        if is_cross(graph, *(_tokens_behind(graph, layout, side) for side in (found.query, found.key)))
+        else "self",
         axis="token" if is_token else "channel",
         heads=folded.heads,
         kv_heads=folded.kv_heads,
@@ -93,6 +104,20 @@ def _site(graph: GraphView, strict: Tracer, layout: Tracer, found: Spelling, num
         fingerprint=fingerprint(graph, (query, key, value, output)),
         nodes=region(graph, (found.query.value, found.key.value, found.value.value), found.output.value),
     )
+
+
+def _without_neutral(graph: GraphView, found: Spelling) -> Spelling:
+    """`found` without what changes no score: constant masks that let everything through, constant zeros added."""
+    terms = tuple(term for term in found.scores.terms if not _is_neutral(graph, term.operand))
+    mask = None if found.mask and _is_neutral(graph, found.mask) else found.mask
+    return replace(found, scores=replace(found.scores, terms=terms), mask=mask)
+
+
+def _is_neutral(graph: GraphView, value: str) -> bool:
+    if not graph.is_constant(value):
+        return False
+    elements = graph.constant(value)
+    return bool(elements.all()) if elements.dtype == bool else not elements.any()
 
 
 def _anchor(operation: Operation) -> Anchor:
@@ -141,8 +166,9 @@ def _core(graph: GraphView, found: Spelling, folded: Fold) -> Core | str:
         return "scores or probabilities are mixed across heads"
     if found.causal:
         return "its mask is causal"
-    operands = [operand(graph, side, folded) for side in (found.query, found.key, found.value, found.output)]
-    query, key, value, output = operands
+    query, key, value, output = (
+        operand(graph, side, folded) for side in (found.query, found.key, found.value, found.output)
+    )
     if query is None or key is None or value is None or output is None:
         return "an operand's axes do not fold into batch, heads, tokens and channels"
     joined = [_joined(graph, found, folded, added) for added in found.scores.terms]
@@ -151,10 +177,8 @@ def _core(graph: GraphView, found: Spelling, folded: Fold) -> Core | str:
     temperature = _joined(graph, found, folded, found.scores.temperature) if found.scores.temperature else None
     if any(term is None for term in joined) or (found.scores.temperature and temperature is None):
         return "a tensor that joins the scores does not fold into batch, heads, queries and keys"
-    return Core(
-        query, key, value, output, found.scores.scale,
-        temperature.operand if temperature else None, tuple(term for term in joined if term),
-    )  # fmt: skip
+    terms = tuple(term for term in joined if term)
+    return Core(query, key, value, output, found.scores.scale, temperature.operand if temperature else None, terms)
 
 
 def _joined(graph: GraphView, found: Spelling, folded: Fold, added: Added) -> Term | None:

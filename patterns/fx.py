@@ -1,7 +1,7 @@
 """Torch FX graphs (as torch.export gives them, unlifted) behind the GraphView protocol."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -11,46 +11,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from attnrewrite.patterns.graph import Kind, Operation
-
-_MOVES = frozenset(
-    "view _unsafe_view reshape permute transpose t numpy_T unsqueeze squeeze expand expand_as view_as reshape_as slice select "
-    "narrow split split_with_sizes unbind chunk unsafe_chunk unsafe_split tensor_split cat concat stack roll flip rot90 "
-    "constant_pad_nd repeat tile repeat_interleave index_select index gather take_along_dim unfold unflatten flatten im2col "
-    "movedim swapaxes pixel_shuffle pixel_unshuffle select_copy slice_scatter select_scatter diagonal broadcast_to masked_select".split()
-)
-_INDEXED = frozenset(("index", "gather", "index_select", "take_along_dim"))
-_IDENTITIES = frozenset(
-    "clone contiguous alias detach dropout dropout_ lift_fresh lift_fresh_copy _to_copy to type_as float half bfloat16 double "
-    "native_dropout positive alpha_dropout feature_dropout".split()
-)
-_MAPS = frozenset(
-    "add sub rsub mul div neg abs exp log sqrt rsqrt pow square tanh sigmoid relu gelu silu hardswish hardsigmoid elu softplus "
-    "leaky_relu clamp clamp_min clamp_max minimum maximum where masked_fill erf sin cos floor round reciprocal nan_to_num "
-    "logical_not logical_and logical_or eq ne lt le gt ge bitwise_not bitwise_and bitwise_or isinf isnan floor_divide remainder fmod mish relu6 hardtanh log_sigmoid addcmul sign atan2 "
-    "__and__ __or__ xlogy exp2".split()
-)
-_NORMS = frozenset(
-    "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm instance_norm batch_norm "
-    "_native_batch_norm_legit_no_training _native_batch_norm_legit native_batch_norm cudnn_batch_norm "
-    "_native_batch_norm_legit_functional".split()
-)
-_POOLS = frozenset(
-    "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "_adaptive_avg_pool2d adaptive_max_pool2d max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d "
-    "upsample_bicubic2d interpolate".split()
-)
-_REDUCTIONS = frozenset("sum mean amax amin max min linalg_vector_norm norm var std prod logsumexp".split())
-_FACTORIES = frozenset(
-    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty rand_like randn_like sym_size".split()
-)
-_SIMPLE: dict[str, Kind] = {
-    **dict.fromkeys(_MOVES, "move"),
-    **dict.fromkeys(_MAPS, "map"),
-    **dict.fromkeys(_NORMS, "norm"),
-    **dict.fromkeys(_POOLS, "pool"),
-    **dict.fromkeys(_REDUCTIONS, "reduce"),
-}
+from attnrewrite.errors import InputError
+from attnrewrite.patterns.fx_operators import FACTORIES, IDENTITIES, INDEXED, KINDS
+from attnrewrite.patterns.graph import Operation
 
 
 class FxGraph:
@@ -91,9 +54,7 @@ class FxGraph:
         """Tensor users; a multi-output node is passed through to the elements taken from it."""
         found: list[str] = []
         for user in self._nodes[value].users:
-            if user.op == "output":
-                found.append(user.name)
-            elif isinstance(user.meta.get("val"), Tensor):
+            if user.op == "output" or isinstance(user.meta.get("val"), Tensor):
                 found.append(user.name)
             elif isinstance(user.meta.get("val"), list | tuple):
                 found += [element.name for element in user.users]
@@ -183,7 +144,11 @@ class FxGraph:
     def _node_is_constant(self, node: Node) -> bool:
         if node.op == "placeholder":
             return not isinstance(node.meta.get("val"), Tensor)
-        if node.op == "get_attr" or _name(node) in _FACTORIES or not isinstance(node.meta.get("val"), Tensor | list | tuple):
+        if (
+            node.op == "get_attr"
+            or _name(node) in FACTORIES
+            or not isinstance(node.meta.get("val"), Tensor | list | tuple)
+        ):
             return True
         return all(self._is_constant[source.name] for source in node.all_input_nodes)
 
@@ -197,19 +162,18 @@ class FxGraph:
             producer = producer.args[0]
         name = _name(producer)
         inputs = tuple(n.name for n in _tensor_arguments(producer))
-        if name in _IDENTITIES:
+        if name in IDENTITIES:
             return Operation(node.name, "map", "identity", inputs[:1])
-        if name in _INDEXED:
+        if name in INDEXED:
             return self._indexed_operation(node, producer, inputs)
         if name == "copy":  # what is written over a whole tensor
             return Operation(node.name, "map", "identity", inputs[1:2])
         if name == "pad":
             mode = producer.args[2] if len(producer.args) > 2 else producer.kwargs.get("mode", "constant")
             return Operation(node.name, "move" if mode == "constant" else "other", name, inputs)
-        special = getattr(self, f"_{name}_operation", None)
-        if special is not None:
-            return special(node, producer, inputs)
-        kind = _SIMPLE.get(name, "other")
+        if name in _SPECIAL:
+            return _SPECIAL[name](self, node, producer, inputs)
+        kind = KINDS.get(name, "other")
         if kind == "map":
             return Operation(node.name, kind, name, inputs, _scalar_attributes(producer))
         if kind == "norm":
@@ -241,8 +205,6 @@ class FxGraph:
             return Operation(node.name, "linear", "matmul", inputs, {"transposed": True})
         return Operation(node.name, "matmul", "matmul", inputs)
 
-    _mm_operation = _bmm_operation = _matmul_operation
-
     def _convolution_operation(self, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
         value = self._nodes[inputs[0]].meta["val"]
         weight = self._nodes[inputs[1]].meta["val"]
@@ -253,15 +215,11 @@ class FxGraph:
         attributes = {"pointwise": pointwise and ungrouped, "depthwise": depthwise}
         return Operation(node.name, "conv", _name(producer), inputs, attributes)
 
-    _conv1d_operation = _conv2d_operation = _conv3d_operation = _convolution_operation
-
     def _softmax_operation(self, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
-        axis = producer.args[1] if len(producer.args) > 1 else producer.kwargs["dim"]
-        return Operation(node.name, "softmax", "softmax", inputs, {"axis": int(axis) % len(self.shape(node.name))})  # type: ignore[call-overload]
+        axis: Any = producer.args[1] if len(producer.args) > 1 else producer.kwargs["dim"]
+        return Operation(node.name, "softmax", "softmax", inputs, {"axis": int(axis) % len(self.shape(node.name))})
 
-    __softmax_operation = _safe_softmax_operation = _softmax_operation
-
-    def _scaled_dot_product_attention_operation(self, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
+    def _sdpa_operation(self, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
         named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), producer.args, strict=False))
         named.update(producer.kwargs)
         mask = named.get("attn_mask")
@@ -275,7 +233,15 @@ class FxGraph:
         return Operation(node.name, "sdpa", "sdpa", inputs[:3], attributes)
 
 
-setattr(FxGraph, "__softmax_operation", FxGraph._softmax_operation)
+_SPECIAL: dict[str, Callable[[FxGraph, Node, Node, tuple[str, ...]], Operation]] = {
+    "linear": FxGraph._linear_operation,
+    "addmm": FxGraph._addmm_operation,
+    **dict.fromkeys(("matmul", "mm", "bmm"), FxGraph._matmul_operation),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), FxGraph._convolution_operation),
+    **dict.fromkeys(("softmax", "_softmax", "_safe_softmax"), FxGraph._softmax_operation),
+    "scaled_dot_product_attention": FxGraph._sdpa_operation,
+}
+
 
 def _name(node: Node) -> str:
     """The operator's name without namespace and overload."""
@@ -303,8 +269,13 @@ def _scalar_attributes(node: Node) -> dict[str, object]:
 
 
 def _hint(size: Any) -> Any:
-    """A symbolic number as the example's number."""
+    """A symbolic number as the example's number.
+
+    Raises:
+        InputError: the size depends on the data, and no example says what it is.
+    """
     if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
-        hint = size.node.hint
-        return hint if hint is not None else size.node.shape_env.size_hint(size.node.expr)
+        if size.node.hint is None:
+            raise InputError(f"the size {size} depends on the data: export the model with a fixed size there")
+        return size.node.hint
     return size

@@ -34,7 +34,7 @@ class Operation:
     `inputs` are the tensor operands. `attributes` by kind: softmax `axis`; map `scalar` and `position` (a Python
     number that stands beside the one tensor operand, and on which side); linear `transposed`; conv `pointwise`,
     `depthwise`; move `directed_by`: the operands (not among `inputs`) whose values say what is read, if the input of
-    the graph decides them; norm `style` ("batch" or other), `epsilon`; sdpa `scale`, `causal`; reduce `axes`, `keepdim`.
+    the graph decides them; norm `style` ("batch" or other), `epsilon`; sdpa `scale`, `causal`, `mask`.
     """
 
     value: str
@@ -47,7 +47,8 @@ class Operation:
 class GraphView(Protocol):
     """A graph as values (named tensors) and the operations that make them."""
 
-    frontend: Literal["fx", "onnx"]
+    @property
+    def frontend(self) -> Literal["fx", "onnx"]: ...
 
     @property
     def values(self) -> tuple[str, ...]:

@@ -21,7 +21,9 @@ def find_grid(graph: GraphView, strict: Tracer, query: Projection | None, tokens
         operation, shape = graph.operation(value), graph.shape(value)
         if operation.kind in ("conv", "pool") and len(shape) == 4:
             prefix = tokens - shape[2] * shape[3]
-            if prefix == 0 or (0 < prefix <= _MOST_PREFIX_TOKENS and _joined_after(graph, tuple(found), tokens, prefix)):
+            if prefix == 0 or (
+                0 < prefix <= _MOST_PREFIX_TOKENS and _joined_after(graph, tuple(found), tokens, prefix)
+            ):
                 return Grid(shape[2], shape[3], prefix)
     return None
 

@@ -17,7 +17,11 @@ def crosses_layout(graph: GraphView, operation: Operation) -> Crossed | None:
         full = [o for o in live if graph.shape(o) == shape] or [o for o in live if len(graph.shape(o)) == len(shape)]
         return Crossed((full or live or list(operation.inputs))[0]) if operation.inputs else None
     if operation.kind in ("norm", "pool") or (operation.kind == "conv" and operation.attributes["depthwise"]):
-        return Crossed(operation.inputs[0]) if len(graph.shape(operation.inputs[0])) == len(graph.shape(operation.value)) else None
+        return (
+            Crossed(operation.inputs[0])
+            if len(graph.shape(operation.inputs[0])) == len(graph.shape(operation.value))
+            else None
+        )
     return None
 
 
@@ -62,7 +66,11 @@ def _places(graph: GraphView, source: str, numbers: np.ndarray) -> tuple[np.ndar
 
 def channel_axis(operation: Operation, rank: int) -> int:
     """The axis that holds the features an operation has just made."""
-    if operation.kind in ("conv", "pool") or operation.attributes.get("style") in ("batch", "group_norm", "native_group_norm"):
+    if operation.kind in ("conv", "pool") or operation.attributes.get("style") in (
+        "batch",
+        "group_norm",
+        "native_group_norm",
+    ):
         return min(1, rank - 1)
     return rank - 1
 

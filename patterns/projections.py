@@ -19,7 +19,9 @@ def is_map(graph: GraphView, operation: Operation) -> bool:
     return False
 
 
-def trace_projection(graph: GraphView, strict: Tracer, layout: Tracer, side: Side, folded: Fold) -> Projection | Untraced:
+def trace_projection(
+    graph: GraphView, strict: Tracer, layout: Tracer, side: Side, folded: Fold
+) -> Projection | Untraced:
     """The projection that makes one operand, directly or through normalisation and rotation."""
     exact = strict.trace(side.value)
     direct = _from_map(graph, strict, side, folded, exact)

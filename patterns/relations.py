@@ -1,6 +1,6 @@
 """How values of a graph relate: who is made from whom, and what lies between a projection and its product."""
 
-import os.path
+import itertools
 
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.trace import Tracer
@@ -40,7 +40,9 @@ def is_cross(graph: GraphView, query: str, key: str) -> bool:
     key_stream = _stream(graph, key)
     if query_stream == key_stream:
         return False
-    return key_stream not in ancestors(graph, query_stream, _ATTENTION) and query_stream not in ancestors(graph, key_stream, _ATTENTION)
+    return key_stream not in ancestors(graph, query_stream, _ATTENTION) and query_stream not in ancestors(
+        graph, key_stream, _ATTENTION
+    )
 
 
 def _stream(graph: GraphView, value: str) -> str:
@@ -83,9 +85,9 @@ def uses_rotation(graph: GraphView, layout: Tracer, value: str) -> bool:
     for crossed in layout.trace(value).crossed:
         operation = graph.operation(crossed)
         live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
-        if operation.name in ("add", "sub") and len(live) == 2:
-            if _origins(graph, layout, live[0]) & _origins(graph, layout, live[1]):
-                return True
+        is_sum = operation.name in ("add", "sub") and len(live) == 2
+        if is_sum and _origins(graph, layout, live[0]) & _origins(graph, layout, live[1]):
+            return True
     return False
 
 
@@ -118,5 +120,5 @@ def region(graph: GraphView, start: tuple[str, ...], end: str) -> tuple[str, ...
 def common_scope(graph: GraphView, values: tuple[str, ...]) -> str:
     """The innermost module that computes all the values."""
     paths = [graph.scope(value).split(".") for value in values]
-    shared = os.path.commonprefix(paths)
-    return ".".join(shared)
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in shared)

@@ -115,7 +115,11 @@ def _through_map(graph: GraphView, operation: Operation, depth: int) -> ScorePat
     factor = constant_factor(graph, operation)
     if factor is not None:
         inner = walk_back(graph, factor.operand, depth - 1)
-        return replace(inner.scaled(factor.factor), path=(*inner.path, operation.value)) if isinstance(inner, ScorePath) else inner
+        return (
+            replace(inner.scaled(factor.factor), path=(*inner.path, operation.value))
+            if isinstance(inner, ScorePath)
+            else inner
+        )
     found = _best(graph, operation.inputs, depth)
     if isinstance(found, NoProduct):
         return found
@@ -197,7 +201,9 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
                 plain = harmless is not None and harmless.factor == 1.0
                 why = () if plain else (f"probabilities pass through {operation.name}",)
                 pending.append((user, step, talking, (*obstacles, *why)))
-            elif mixes_channels(graph, operation) or (operation.kind == "norm" and graph.shape(user) == graph.shape(value)):
+            elif mixes_channels(graph, operation) or (
+                operation.kind == "norm" and graph.shape(user) == graph.shape(value)
+            ):
                 seen.add(user)
                 why = () if operation.kind != "norm" else ("probabilities pass through a normalisation",)
                 pending.append((user, step, True, (*obstacles, *why)))

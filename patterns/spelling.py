@@ -6,7 +6,15 @@ import numpy as np
 
 from attnrewrite.patterns.graph import GraphView, Operation
 from attnrewrite.patterns.heads import Side
-from attnrewrite.patterns.scores import NoProduct, Probabilities, ScorePath, ValuePath, varying_axis, walk_back, walk_forward
+from attnrewrite.patterns.scores import (
+    NoProduct,
+    Probabilities,
+    ScorePath,
+    ValuePath,
+    varying_axis,
+    walk_back,
+    walk_forward,
+)
 from attnrewrite.patterns.trace import push
 from attnrewrite.site import NearMiss
 
@@ -35,18 +43,28 @@ class Spelling:
 
 def spell_fused(graph: GraphView, anchor: Operation) -> Spelling | NearMiss:
     """A fused attention operator: query, key, value [..., heads, tokens, channels]."""
-    query, key, value = anchor.inputs
     shapes = [graph.shape(operand) for operand in anchor.inputs]
-    if shapes[1][-2] > 1 and len(shapes[1]) - 2 in graph.batch_axes(key):
+    if shapes[1][-2] > 1 and len(shapes[1]) - 2 in graph.batch_axes(anchor.inputs[1]):
         return _batch_mixing(anchor)
     lead = graph.shape(anchor.value)[:-2]
-    sides = [Side(operand, False, *_shared_lead(shape[:-2], lead)) for operand, shape in zip(anchor.inputs, shapes, strict=True)]
-    scores = ScorePath(anchor.value, 2, scale=float(anchor.attributes["scale"]))  # type: ignore[arg-type]
+    query, key, value = (
+        Side(operand, False, *_shared_lead(shape[:-2], lead))
+        for operand, shape in zip(anchor.inputs, shapes, strict=True)
+    )
     mask = anchor.attributes["mask"]
     return Spelling(
-        anchor, *sides, Side(anchor.value, False, lead), scores, (), False, False,
-        bool(anchor.attributes["causal"]), str(mask) if mask else None,
-    )  # fmt: skip
+        anchor=anchor,
+        query=query,
+        key=key,
+        value=value,
+        output=Side(anchor.value, False, lead),
+        scores=ScorePath(anchor.value, 2, scale=float(anchor.attributes["scale"])),  # type: ignore[arg-type]
+        obstacles=(),
+        talking_heads=False,
+        escape=False,
+        causal=bool(anchor.attributes["causal"]),
+        mask=str(mask) if mask else None,
+    )
 
 
 def _shared_lead(own: tuple[int, ...], lead: tuple[int, ...]) -> tuple[tuple[int, ...], np.ndarray | None]:
@@ -67,10 +85,16 @@ def spell_softmax(graph: GraphView, anchor: Operation) -> Spelling | NearMiss:
         return _no_product(graph, anchor, scores)
     to_softmax = (*scores.path, anchor.value)
     keys = varying_axis(graph, scores.product, to_softmax, axis)
-    if axis in graph.batch_axes(anchor.value) or (keys in ("row", "column") and _runs_over_batch(graph, scores.product, keys)):
+    if axis in graph.batch_axes(anchor.value) or (
+        keys in ("row", "column") and _runs_over_batch(graph, scores.product, keys)
+    ):
         return _batch_mixing(anchor)
     if keys not in ("row", "column"):
-        return _miss(anchor, "wrong-axis", "the softmax runs over an axis that is neither queries nor keys of the product before it")
+        return _miss(
+            anchor,
+            "wrong-axis",
+            "the softmax runs over an axis that is neither queries nor keys of the product before it",
+        )
     after = walk_forward(graph, anchor.value)
     readers = [p for p in after.products if _contracted(graph, scores.product, (*to_softmax, *p.path), p) == keys]
     if not readers:
@@ -83,7 +107,13 @@ def spell_softmax(graph: GraphView, anchor: Operation) -> Spelling | NearMiss:
 
 
 def _assemble(
-    graph: GraphView, anchor: Operation, scores: ScorePath, after: Probabilities, readers: list[ValuePath], order: np.ndarray, keys: str
+    graph: GraphView,
+    anchor: Operation,
+    scores: ScorePath,
+    after: Probabilities,
+    readers: list[ValuePath],
+    order: np.ndarray,
+    keys: str,
 ) -> Spelling:
     reader = readers[0]
     left, right = graph.operation(scores.product).inputs
@@ -140,7 +170,9 @@ def _no_product(graph: GraphView, anchor: Operation, stop: NoProduct) -> NearMis
     found = stop.stopped_at
     if graph.is_constant(anchor.inputs[0]):
         return _miss(anchor, "constant", "the softmax does not depend on the input")
-    if not graph.users(anchor.value) or all(graph.operation(user).name == "output" for user in graph.users(anchor.value)):
+    if not graph.users(anchor.value) or all(
+        graph.operation(user).name == "output" for user in graph.users(anchor.value)
+    ):
         return _miss(anchor, "output", f"the softmax makes an output of the model from {found.name}, not attention")
     detail = f"the softmax's input comes from {found.name} ({found.value}), not from a product of queries and keys"
     return _miss(anchor, "no-product", detail)
@@ -152,5 +184,9 @@ def _no_values(
     for reader in after.products:
         along = _contracted(graph, scores.product, (*path, *reader.path), reader)
         if along in ("row", "column") and along != keys:
-            return _miss(anchor, "normalised-over-queries", "the softmax runs over one axis of the scores and the product with the values over the other")
+            return _miss(
+                anchor,
+                "normalised-over-queries",
+                "the softmax runs over one axis of the scores and the product with the values over the other",
+            )
     return _miss(anchor, "no-values", "no product with values reads the probabilities")

@@ -1,4 +1,4 @@
-"""One attention, spelled in as many ways as people spell it: modules for the matcher's tests, with what is true of them.
+"""One attention in as many spellings as people use: modules for the matcher's tests, with what is true of them.
 
 Every spelling takes x [batch, 12, 24] (a 3 x 4 grid where it needs one) and has 4 heads of 6 unless it says otherwise.
 """
@@ -248,30 +248,49 @@ SPELLINGS = [
     Spelling("convolutions", conv, maps, {"output_shape": (WIDTH, 3, 4)}),
     Spelling("convolutions with norm", lambda: conv() | {"norm": nn.BatchNorm2d(3 * WIDTH)}, maps_with_norm),
     Spelling(
-        "windows before", packed, windows_before, {"n_queries": 4, "n_keys": 4, "windows": 6, "grid": (2, 2, 0)},
+        "windows before",
+        packed,
+        windows_before,
+        {"n_queries": 4, "n_keys": 4, "windows": 6, "grid": (2, 2, 0)},
         inputs=lambda: torch.randn(BATCH, 24, WIDTH),
     ),
     Spelling(
-        "windows after", packed, windows_after, {"n_queries": 4, "n_keys": 4, "windows": 6},
+        "windows after",
+        packed,
+        windows_after,
+        {"n_queries": 4, "n_keys": 4, "windows": 6},
         inputs=lambda: torch.randn(BATCH, 24, WIDTH),
     ),
     Spelling(
-        "window masks", with_parameters(packed(), table=(HEADS, 4, 4), mask=(6, 4, 4)), window_masks,
-        {"n_queries": 4, "n_keys": 4, "windows": 6, "bias": "constant"}, inputs=lambda: torch.randn(BATCH, 24, WIDTH),
+        "window masks",
+        with_parameters(packed(), table=(HEADS, 4, 4), mask=(6, 4, 4)),
+        window_masks,
+        {"n_queries": 4, "n_keys": 4, "windows": 6, "bias": "constant"},
+        inputs=lambda: torch.randn(BATCH, 24, WIDTH),
     ),
     Spelling("rotary", with_parameters(packed(), cos=(TOKENS, DIM), sin=(TOKENS, DIM)), rotary, {"rope": True}),
-    Spelling(
-        "cosine", with_parameters(packed(), temperature=(HEADS, 1, 1)), cosine, {"scale": None, "qk_norm": True}
-    ),
+    Spelling("cosine", with_parameters(packed(), temperature=(HEADS, 1, 1)), cosine, {"scale": None, "qk_norm": True}),
     Spelling(
         "multi query",
-        lambda: {"q": nn.Linear(WIDTH, WIDTH), "k": nn.Linear(WIDTH, DIM), "v": nn.Linear(WIDTH, DIM), "proj": nn.Linear(WIDTH, WIDTH)},
-        multi_query, {"kv_heads": 1},
+        lambda: {
+            "q": nn.Linear(WIDTH, WIDTH),
+            "k": nn.Linear(WIDTH, DIM),
+            "v": nn.Linear(WIDTH, DIM),
+            "proj": nn.Linear(WIDTH, WIDTH),
+        },
+        multi_query,
+        {"kv_heads": 1},
     ),
     Spelling(
         "grouped query",
-        lambda: {"q": nn.Linear(WIDTH, WIDTH), "k": nn.Linear(WIDTH, 2 * DIM), "v": nn.Linear(WIDTH, 2 * DIM), "proj": nn.Linear(WIDTH, WIDTH)},
-        grouped_query, {"kv_heads": 2},
+        lambda: {
+            "q": nn.Linear(WIDTH, WIDTH),
+            "k": nn.Linear(WIDTH, 2 * DIM),
+            "v": nn.Linear(WIDTH, 2 * DIM),
+            "proj": nn.Linear(WIDTH, WIDTH),
+        },
+        grouped_query,
+        {"kv_heads": 2},
     ),
     Spelling("interleaved", packed, interleaved),
     Spelling("bias by parts", with_parameters(packed(), q_bias=(WIDTH,), v_bias=(WIDTH,)), bias_by_parts),
@@ -282,12 +301,16 @@ SPELLINGS = [
     ),
     Spelling("steadied", packed, steadied),
     Spelling(
-        "reduced keys", lambda: separate() | {"reduce": nn.Conv2d(WIDTH, WIDTH, (1, 2), (1, 2)), "norm": nn.LayerNorm(WIDTH)},
-        reduced_keys, {"n_keys": 6},
+        "reduced keys",
+        lambda: separate() | {"reduce": nn.Conv2d(WIDTH, WIDTH, (1, 2), (1, 2)), "norm": nn.LayerNorm(WIDTH)},
+        reduced_keys,
+        {"n_keys": 6},
     ),
     Spelling("class row", separate, class_row, {"n_queries": 1}),
     Spelling(
-        "learned queries", with_parameters(separate(), latent=(1, 3, WIDTH)), learned_queries,
+        "learned queries",
+        with_parameters(separate(), latent=(1, 3, WIDTH)),
+        learned_queries,
         {"n_queries": 3, "kind": "cross"},
     ),
     Spelling("module, batch first", lambda: attention_parts(batch_first=True), module_attention),
@@ -302,20 +325,48 @@ SPELLINGS = [
 ]
 
 
+def slots(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    return m.proj(merged((q @ k.transpose(-2, -1)).softmax(-2) @ v))
+
+
+def over_heads(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    return m.proj(merged((q @ k.transpose(-2, -1)).softmax(1) @ v))
+
+
+def scores_alone(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    return (q @ k.transpose(-2, -1)).softmax(-1).sum(1) + v.mean()
+
+
+def across_images(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (part.transpose(0, 2) for part in unpacked(m, x))
+    return m.proj(attend(q, k, v).transpose(0, 2).transpose(1, 2).reshape(-1, TOKENS, WIDTH))
+
+
+def two_linears(*names: str) -> Callable[[], dict[str, Any]]:
+    return lambda: {name: nn.Linear(WIDTH, WIDTH) for name in names}
+
+
 NEAR_MISSES: list[tuple[str, str, Spelling]] = [
-    ("no-product", "the softmax's input comes from linear", Spelling(
-        "gate", lambda: {"gate": nn.Linear(WIDTH, WIDTH), "value": nn.Linear(WIDTH, WIDTH)},
-        lambda m, x: m.gate(x).softmax(-1) * m.value(x))),
-    ("output", "makes an output of the model", Spelling(
-        "classifier", lambda: {"head": nn.Linear(WIDTH, 10)}, lambda m, x: m.head(x.mean(1)).softmax(-1))),
-    ("constant", "does not depend on the input", Spelling(
-        "mixing", with_parameters({}, mix=(TOKENS, TOKENS)), lambda m, x: m.mix.softmax(-1) @ x)),
-    ("normalised-over-queries", "over the other", Spelling(
-        "slots", packed, lambda m, x: (lambda q, k, v: m.proj(merged((q @ k.transpose(-2, -1)).softmax(-2) @ v)))(*unpacked(m, x)))),
-    ("wrong-axis", "neither queries nor keys", Spelling(
-        "over heads", packed, lambda m, x: (lambda q, k, v: m.proj(merged((q @ k.transpose(-2, -1)).softmax(1) @ v)))(*unpacked(m, x)))),
-    ("no-values", "no product with values", Spelling(
-        "scores alone", packed, lambda m, x: (lambda q, k, v: (q @ k.transpose(-2, -1)).softmax(-1).sum(1) + v.mean())(*unpacked(m, x)))),
-    ("batch-mixing", "over images", Spelling(
-        "across images", packed, lambda m, x: (lambda q, k, v: m.proj(attend(q.transpose(0, 2), k.transpose(0, 2), v.transpose(0, 2)).transpose(0, 2).transpose(1, 2).reshape(-1, TOKENS, WIDTH)))(*unpacked(m, x)))),
-]  # fmt: skip
+    (
+        "no-product",
+        "the softmax's input comes from linear",
+        Spelling("gate", two_linears("gate", "value"), lambda m, x: m.gate(x).softmax(-1) * m.value(x)),
+    ),
+    (
+        "output",
+        "makes an output of the model",
+        Spelling("classifier", two_linears("head"), lambda m, x: m.head(x.mean(1)).softmax(-1)),
+    ),
+    (
+        "constant",
+        "does not depend on the input",
+        Spelling("mixing", with_parameters({}, mix=(TOKENS, TOKENS)), lambda m, x: m.mix.softmax(-1) @ x),
+    ),
+    ("normalised-over-queries", "over the other", Spelling("slots", packed, slots)),
+    ("wrong-axis", "neither queries nor keys", Spelling("over heads", packed, over_heads)),
+    ("no-values", "no product with values", Spelling("scores alone", packed, scores_alone)),
+    ("batch-mixing", "over images", Spelling("across images", packed, across_images)),
+]

@@ -18,7 +18,7 @@ from PIL import Image
 
 from attnrewrite.cli import main
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.evaluate import Evaluation
+from attnrewrite.evaluation import Evaluation
 from attnrewrite.variants.registry import variants
 
 SIZE = ["--input-size", "3x16x16", "--mean", "0.5", "--std", "0.25"]

@@ -70,14 +70,21 @@ def test_an_extraction_that_is_wrong_stops_the_conversion() -> None:
     done = ar.convert(encoder(), INPUTS, variant="softmax")
     with torch.no_grad():
         done.module.attention_site1.query.weight[0, 0] += 0.5
-    with pytest.raises(CheckFailedError, match=r"site1 .* the extraction is wrong there; keep the site with --keep site1"):
+    with pytest.raises(
+        CheckFailedError, match=r"site1 .* the extraction is wrong there; keep the site with --keep site1"
+    ):
         identity_errors(done.original, done.module, done.scan, INPUTS)
 
 
 def test_a_converted_folder_is_whole_and_loads_again(tmp_path: Path) -> None:
     done = ar.convert(encoder(), INPUTS, variant="l1")
     folder = done.save(tmp_path / "out")
-    assert sorted(path.name for path in folder.iterdir()) == ["model.pt2", "plan.json", "report.json", "weights.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "model.pt2",
+        "plan.json",
+        "report.json",
+        "weights.safetensors",
+    ]
     assert json.loads((folder / "report.json").read_text())["variant"] == "l1"
     with pytest.raises(InputError, match="exists"):
         done.save(tmp_path / "out")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnrewrite.data import load_images
 from attnrewrite.errors import InputError
-from attnrewrite.evaluate import Evaluation, evaluate_modules
+from attnrewrite.evaluation import Evaluation, evaluate_modules
 from attnrewrite.sources import load_source
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -50,7 +50,11 @@ def test_every_spelling_is_one_site_and_rewrites_to_itself(spelling: Spelling) -
     assert site.fingerprint is not None
     rewritten, edits = identity(found).apply(captured.module)
     assert [edit.site for edit in edits] == [site.id]
-    assert not [node for node in rewritten.graph.nodes if "softmax" in str(node.target) or "attention.default" in str(node.target)]
+    assert not [
+        node
+        for node in rewritten.graph.nodes
+        if "softmax" in str(node.target) or "attention.default" in str(node.target)
+    ]
     x = torch.randn(3, *captured.example_inputs[0].shape[1:])
     with torch.no_grad():
         assert relative_error(rewritten(x), captured.module(x)) < 1e-6

@@ -101,7 +101,7 @@ def test_the_rewritten_arithmetic_is_checked_in_float64(captured: Captured, foun
 
 
 def test_a_variant_that_refuses_a_site_is_an_error_that_names_it(captured: Captured, found: Scan) -> None:
-    with pytest.raises(InputError, match="refusing cannot stand at site0 .*: it has the wrong colour"):
+    with pytest.raises(InputError, match=r"refusing cannot stand at site0 .*: it has the wrong colour"):
         FxRewrite(Plan("encoder", (Placement.at(found.sites[0], _Refusing()),)))(captured.module)  # type: ignore[arg-type]
 
 

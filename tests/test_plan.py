@@ -45,7 +45,7 @@ def test_a_plan_for_a_deeper_model_names_the_missing_site(converted: tuple[ar.Co
     model = Encoder().eval()
     model.blocks.layers = model.blocks.layers[:1]
     shallow = capture("shallow", model, (torch.randn(2, 3, 16, 16),)).module
-    with pytest.raises(InputError, match="site1 .* is missing, the model has 1 sites"):
+    with pytest.raises(InputError, match=r"site1 .* is missing, the model has 1 sites"):
         FxRewrite(Plan.load(converted[1]))(shallow)
 
 

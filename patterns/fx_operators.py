@@ -1,0 +1,56 @@
+"""The aten operators of torch.export graphs, sorted into the matcher's vocabulary by name (overloads share one)."""
+
+from attnrewrite.patterns.graph import Kind
+
+MOVES = frozenset((
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "numpy_T", "unsqueeze", "squeeze", "expand",
+    "expand_as", "view_as", "reshape_as", "slice", "select", "narrow", "split", "split_with_sizes", "unbind",
+    "chunk", "unsafe_chunk", "unsafe_split", "tensor_split", "cat", "concat", "stack", "roll", "flip", "rot90",
+    "constant_pad_nd", "repeat", "tile", "repeat_interleave", "index_select", "index", "gather", "take_along_dim",
+    "unfold", "unflatten", "flatten", "im2col", "movedim", "swapaxes", "pixel_shuffle", "pixel_unshuffle",
+    "select_copy", "slice_scatter", "select_scatter", "diagonal", "broadcast_to", "masked_select",
+))  # fmt: skip
+# reading at positions that are operands themselves
+INDEXED = frozenset((
+    "index", "gather", "index_select", "take_along_dim",
+))  # fmt: skip
+# the same elements, perhaps of another type or at another place
+IDENTITIES = frozenset((
+    "clone", "contiguous", "alias", "detach", "dropout", "dropout_", "lift_fresh", "lift_fresh_copy", "_to_copy",
+    "to", "type_as", "float", "half", "bfloat16", "double", "native_dropout", "positive", "alpha_dropout",
+    "feature_dropout",
+))  # fmt: skip
+MAPS = frozenset((
+    "add", "sub", "rsub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "pow", "square", "tanh",
+    "sigmoid", "relu", "gelu", "silu", "hardswish", "hardsigmoid", "elu", "softplus", "leaky_relu", "clamp",
+    "clamp_min", "clamp_max", "minimum", "maximum", "where", "masked_fill", "erf", "sin", "cos", "floor", "round",
+    "reciprocal", "nan_to_num", "logical_not", "logical_and", "logical_or", "eq", "ne", "lt", "le", "gt", "ge",
+    "bitwise_not", "bitwise_and", "bitwise_or", "isinf", "isnan", "floor_divide", "remainder", "fmod", "mish",
+    "relu6", "hardtanh", "log_sigmoid", "addcmul", "sign", "atan2", "__and__", "__or__", "xlogy", "exp2",
+))  # fmt: skip
+NORMS = frozenset((
+    "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "native_group_norm",
+    "instance_norm", "batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit",
+    "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit_functional",
+))  # fmt: skip
+POOLS = frozenset((
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d", "max_pool2d_with_indices",
+    "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "interpolate",
+))  # fmt: skip
+REDUCTIONS = frozenset((
+    "sum", "mean", "amax", "amin", "max", "min", "linalg_vector_norm", "norm", "var", "std", "prod", "logsumexp",
+))  # fmt: skip
+# ask an operand for its shape and type alone
+FACTORIES = frozenset((
+    "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
+    "rand_like", "randn_like", "sym_size",
+))  # fmt: skip
+
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(MOVES, "move"),
+    **dict.fromkeys(MAPS, "map"),
+    **dict.fromkeys(NORMS, "norm"),
+    **dict.fromkeys(POOLS, "pool"),
+    **dict.fromkeys(REDUCTIONS, "reduce"),
+}
