@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 
 from attnrewrite.calibrate_distill import Distillation, SiteDistillation
 from attnrewrite.calibrate_fit import Fit
-from attnrewrite.calibrate_stage import Calibration, Pool, Progress, Stage, StageReport, distance, stage_report
+from attnrewrite.calibrate_images import MovedPool, Pool
+from attnrewrite.calibrate_stage import Calibration, Progress, Stage, StageReport, distance, stage_report
 from attnrewrite.calibrate_state import State
 from attnrewrite.calibrate_world import placed, world
 from attnrewrite.data import Images
@@ -59,12 +60,15 @@ def calibrate(
         InputError: the images do not fit the model.
     """
     images.x.check(preprocessing, input_size)
-    fitted, held_out = (Pool(part, preprocessing, input_size, batch_size) for part in split(images))
+    fitted, apart = split(images)
+    how = preprocessing, input_size, batch_size
     stages: tuple[Stage, ...] = (Copy(), Fit())
     if steps:
         stages += (SiteDistillation(), Distillation(steps))
     with world() as processes, placed(processes.device, teacher, student):
-        calibration = Calibration(teacher, student, fitted, held_out, seed, progress, State(state), processes)
+        calibration = Calibration(
+            teacher, student, Pool(fitted, *how), MovedPool(apart, *how), seed, progress, State(state), processes
+        )
         return run(calibration, stages)
 
 

@@ -1,5 +1,6 @@
 """The stages with gradients: each site towards the teacher's, then the whole model towards the teacher's logits."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from attnrewrite.calibrate_fit import Fit, fit_points
-from attnrewrite.calibrate_stage import Calibration, distance, first_tensor
+from attnrewrite.calibrate_images import first_tensor
+from attnrewrite.calibrate_stage import Calibration, distance
 from attnrewrite.calibrate_train import Best, Schedule, snapshot, train
 from attnrewrite.checks import recorded, rewritten_sites
 
@@ -53,7 +55,7 @@ class Distillation:
     """
 
     steps: int
-    rate: float = 2e-4
+    rate: float = 3e-4
     features: float = 1.0
     every: int = 20
     patience: int = 10
@@ -61,7 +63,7 @@ class Distillation:
 
     def run(self, calibration: Calibration) -> tuple[str, ...]:
         student = calibration.student
-        streams = list(dict.fromkeys(point.stream.name for point in fit_points(student)))
+        streams = {point.stream.name: point.name for point in fit_points(student)}
         teacher, own = with_values(calibration.teacher, streams), with_values(student, streams)
 
         def losses(images: Tensor) -> dict[str, Tensor]:
@@ -69,8 +71,10 @@ class Distillation:
                 wanted, states = teacher(images)
             given, found = own(images)
             near = [relative_error(a, b) for a, b in zip(found, states, strict=True)]
-            shares = {name: loss * (self.features / len(streams)) for name, loss in zip(streams, near, strict=True)}
-            return {"the output": output_loss(first_tensor(given), first_tensor(wanted)), **shares}
+            shares = {
+                name: loss * (self.features / len(streams)) for name, loss in zip(streams.values(), near, strict=True)
+            }
+            return {**shares, "the output": output_loss(first_tensor(given), first_tensor(wanted))}
 
         best = Best(calibration, self.every, self.patience)
         train(self.name, calibration, losses, Schedule(self.steps, self.rate), best)
@@ -78,7 +82,7 @@ class Distillation:
         return (f"best after {best.step} of {self.steps} steps",)
 
 
-def with_values(module: GraphModule, names: list[str]) -> GraphModule:
+def with_values(module: GraphModule, names: Collection[str]) -> GraphModule:
     """`module` with the values called `names` beside its output: (output, values). Parameters are shared."""
     graph = torch.fx.Graph()
     copies: dict[Node, Node] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from attnrewrite.calibrate_stage import Pool
+from attnrewrite.calibrate_images import Pool
 from attnrewrite.calibrate_world import World
 from attnrewrite.passes.rewritten import RewrittenSite
 from attnrewrite.variants.base import Heads

@@ -11,45 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from attnrewrite.calibrate_images import Pool
 from attnrewrite.calibrate_state import State
 from attnrewrite.calibrate_world import World
-from attnrewrite.data import Images
-from attnrewrite.preprocessing import Preprocessing, Size
 
 Progress = Callable[[str, int, int], None]  # what is being done, how many of it are done, of how many
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Images as the model's inputs, in batches of exactly `batch_size`: the last one is filled up from the first."""
-
-    images: Images
-    preprocessing: Preprocessing | None
-    input_size: Size
-    batch_size: int
-
-    def __len__(self) -> int:
-        """How many batches there are."""
-        return -(-len(self.images) // self.batch_size)
-
-    def batch(self, index: int) -> Tensor:
-        """Batch `index`, float32 [batch_size, C, H, W]."""
-        start = index * self.batch_size
-        return self.draw(torch.arange(start, start + self.batch_size) % len(self.images))
-
-    def draw(self, indices: Tensor) -> Tensor:
-        """The images at `indices` [b], as float32 [b, C, H, W]."""
-        return self.images.x[indices.numpy()].read(self.preprocessing, self.input_size)
-
-    @torch.no_grad()
-    def outputs(self, model: GraphModule, device: str) -> Tensor:
-        """What `model` makes of every image, in float64, each image once where the output follows the batch."""
-        found = []
-        for index in range(len(self)):
-            output = first_tensor(model(self.batch(index).to(device)))
-            left = len(self.images) - index * self.batch_size
-            found.append(output[:left] if output.shape[:1] == (self.batch_size,) else output)
-        return torch.cat(found).double()
 
 
 @dataclass(frozen=True)
@@ -148,14 +114,6 @@ def distance(calibration: Calibration) -> Distance:
     gap = wanted.log_softmax(1) - given.log_softmax(1)
     agreement = 100 * float((wanted.argmax(1) == given.argmax(1)).double().mean())
     return Distance(error, float((wanted.softmax(1) * gap).sum(1).mean()), agreement)
-
-
-def first_tensor(output: object) -> Tensor:
-    """The first tensor of a model's output: the logits, for a classifier."""
-    if isinstance(output, Tensor):
-        return output
-    parts = output.values() if isinstance(output, dict) else output
-    return first_tensor(next(iter(parts)))  # type: ignore[call-overload]
 
 
 def peak_memory() -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnrewrite.calibrate_images import mixed, moved
 from attnrewrite.calibrate_stage import Calibration, distance
 from attnrewrite.calibrate_state import fingerprint
 from attnrewrite.calibrate_world import World
@@ -131,29 +132,11 @@ def snapshot(student: nn.Module) -> dict[str, Tensor]:
 
 
 def draw(calibration: Calibration, step: int) -> Tensor:
-    """The images of a step, mirrored, shifted and mixed in pairs: the teacher answers for whatever it is shown."""
+    """The images of a step, mirrored, moved and mixed in pairs: the teacher answers for whatever it is shown."""
     generator = torch.Generator().manual_seed(calibration.seed * 1_000_003 + step)
     pool = calibration.images
     images = pool.draw(torch.randint(len(pool.images), (pool.batch_size,), generator=generator))
-    return mixed(shifted(images, generator), generator)
-
-
-def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Half of them mirrored; all moved by up to an eighth of their size, the edge repeated."""
-    mirror = torch.rand(len(images), generator=generator) < 0.5
-    images = torch.where(mirror[:, None, None, None], images.flip(3), images)
-    reach = [size // 8 for size in images.shape[2:]]
-    padded = nn.functional.pad(images, (reach[1], reach[1], reach[0], reach[0]), mode="replicate")
-    rows, columns = (torch.randint(2 * r + 1, (len(images),), generator=generator).tolist() for r in reach)
-    height, width = images.shape[2:]
-    return torch.stack([p[:, i : i + height, j : j + width] for p, i, j in zip(padded, rows, columns, strict=True)])
-
-
-def mixed(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Half of them blended with another image of the batch, in a share drawn evenly (mixup)."""
-    share = torch.rand(len(images), generator=generator)
-    share = torch.where(torch.rand(len(images), generator=generator) < 0.5, share, torch.ones(())).reshape(-1, 1, 1, 1)
-    return share * images + (1 - share) * images[torch.randperm(len(images), generator=generator)]
+    return mixed(moved(images, generator), generator)
 
 
 def _check_finite(name: str, losses: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from attnrewrite.calibrate import Copy, calibrate, run, split
 from attnrewrite.calibrate_branches import branches
 from attnrewrite.calibrate_fit import Fit, fit_points
-from attnrewrite.calibrate_stage import Calibration, Pool, distance
+from attnrewrite.calibrate_images import Pool
+from attnrewrite.calibrate_stage import Calibration, distance
 from attnrewrite.capture import capture
 from attnrewrite.checks import rewritten_sites
 from attnrewrite.data import Images, load_images
@@ -105,13 +106,13 @@ def calibration(
         FxRewrite(Plan(kind, tuple(Placement.at(site, each) for site in found.sites)))(graph)
         for each in (get_variant("softmax"), variant)
     ]
-    pools = [Pool(part, None, (3, 12, 12), batch) for part in split(images or pictures())]
-    return Calibration(both[0], both[1], pools[0], pools[1], seed)
+    pools = [Pool(part, None, (3, 12, 12), 16) for part in split(images or pictures())]
+    return Calibration(both[0], both[1], pools[0], pools[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_residual_branch_is_found_and_its_map_recovered(kind: str) -> None:
-    """Spoil every map that ends a branch: fitted without a ridge to the teacher's stream, the student is the teacher."""
+    """Spoil every map that ends a branch: fitted without a ridge to its stream, the student is the teacher again."""
     given = calibration(kind, get_variant("softmax"))
     found = list(branches(given.student))
     assert [branch.site is not None for branch in found] == [True, False, True, False]
@@ -183,7 +184,7 @@ def test_a_fit_that_makes_the_output_worse_is_taken_back() -> None:
 def test_a_fit_that_is_not_finite_names_its_site() -> None:
     given = calibration("pre-norm", get_variant("softmax"))
     spoil(given, float("nan"))
-    with pytest.raises(CheckFailedError, match="site0.*--keep site0"):
+    with pytest.raises(CheckFailedError, match=r"site0.*--keep site0"):
         Fit().run(given)
 
 
