@@ -1,10 +1,12 @@
-"""einsum of two operands, written as the batched matrix product that it is.
+"""einsum, written as the batched matrix products that it is.
 
 torch's own decomposition turns products over axes of length one into elementwise ones, and an attention over a single
 key would no longer look like one.
 """
 
 import math
+import string
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -12,31 +14,62 @@ from torch import Tensor
 
 
 def einsum_as_product(equation: str, operands: Sequence[Tensor], *, path: object = None) -> Tensor:
-    """The decomposition of aten.einsum: permute, reshape, matmul. Other than two plain operands: torch's own way."""
-    equation = equation.replace(" ", "")
+    """The decomposition of aten.einsum: permute, reshape, matmul, two operands at a time.
+
+    NotImplemented, which leaves the einsum as it is, where an index repeats within one operand or nothing is paired.
+    """
+    terms, output = _spelled_out(equation.replace(" ", ""), operands)
+    if len(terms) < 2 or any(len(set(term)) != len(term) for term in [*terms, output]):
+        return NotImplemented
+    result, term = operands[0], terms[0]
+    for place in range(1, len(terms)):
+        later = "".join(terms[place + 1 :]) + output
+        kept = "".join(dict.fromkeys(a for a in term + terms[place] if a in later))
+        target = output if place == len(terms) - 1 else kept
+        result, term = _product(result, term, operands[place], terms[place], target), target
+    return result
+
+
+def _spelled_out(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
+    """The indices of each operand and of the output, an ellipsis as letters of its own."""
     inputs, arrow, output = equation.partition("->")
     terms = inputs.split(",")
-    plain = arrow and "." not in equation and all(len(set(term)) == len(term) for term in [*terms, output])
-    if len(terms) != 2 or not plain:
-        fallback = torch.export.default_decompositions()[torch.ops.aten.einsum.default]
-        result = fallback(equation, list(operands))
-        assert isinstance(result, Tensor)
-        return result
-    left, right = operands
-    left, terms[0] = _sum_alone(left, terms[0], terms[1] + output)
-    right, terms[1] = _sum_alone(right, terms[1], terms[0] + output)
-    sizes = dict(zip(terms[0] + terms[1], (*left.shape, *right.shape), strict=False))
-    batch = [a for a in terms[0] if a in terms[1] and a in output]
-    summed = [a for a in terms[0] if a in terms[1] and a not in output]
-    rows = [a for a in terms[0] if a not in terms[1]]
-    columns = [a for a in terms[1] if a not in terms[0]]
+    if not arrow:
+        counts = Counter(a for term in terms for a in term if a != ".")
+        output = "..." * ("..." in inputs) + "".join(sorted(a for a, count in counts.items() if count == 1))
+    free = [letter for letter in string.ascii_letters if letter not in equation]
+    widths = [tensor.dim() - len(term) + 3 for term, tensor in zip(terms, operands, strict=True) if "..." in term]
+    batch = "".join(free[: max(widths, default=0)])
+    spelled = [
+        term.replace("...", batch[len(batch) - (tensor.dim() - len(term) + 3) :] if "..." in term else "")
+        for term, tensor in zip(terms, operands, strict=True)
+    ]
+    return spelled, output.replace("...", batch)
+
+
+def _product(left: Tensor, left_term: str, right: Tensor, right_term: str, output: str) -> Tensor:
+    left, left_term = _sum_alone(left, left_term, right_term + output)
+    right, right_term = _sum_alone(right, right_term, left_term + output)
+    sizes = dict(zip(left_term, left.shape, strict=True)) | dict(zip(right_term, right.shape, strict=True))
+    shared = [a for a in left_term if a in right_term]
+    for a in shared:  # an axis of length one is read again and again
+        sizes[a] = left.shape[left_term.index(a)] if right.shape[right_term.index(a)] == 1 else sizes[a]
+    left, right = _expanded(left, left_term, sizes), _expanded(right, right_term, sizes)
+    batch = [a for a in shared if a in output]
+    summed = [a for a in shared if a not in output]
+    rows = [a for a in left_term if a not in shared]
+    columns = [a for a in right_term if a not in shared]
     product = torch.matmul(
-        _grouped(left, terms[0], [batch, rows, summed], sizes),
-        _grouped(right, terms[1], [batch, summed, columns], sizes),
+        _grouped(left, left_term, [batch, rows, summed], sizes),
+        _grouped(right, right_term, [batch, summed, columns], sizes),
     )
     order = batch + rows + columns
-    spread = product.reshape([sizes[a] for a in order])
-    return _permuted(spread, [order.index(a) for a in output])
+    return _permuted(product.reshape([sizes[a] for a in order]), [order.index(a) for a in output])
+
+
+def _expanded(tensor: Tensor, term: str, sizes: dict[str, int]) -> Tensor:
+    full = [sizes[a] for a in term]
+    return tensor if list(tensor.shape) == full else tensor.expand(full)
 
 
 def _sum_alone(tensor: Tensor, term: str, others: str) -> tuple[Tensor, str]:
