@@ -14,7 +14,7 @@ from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.softmax import with_outputs
 
 RIDGE = 1e-4
-SHIFT = 4.0
+SHIFTS = (8.0, 4.0)  # of the aggregated and the deciding slot, in mean token norms; fp16 bears them
 
 
 def additive_attention(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,12 +60,13 @@ class AdditiveForm(Form):
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         """Shifts and w_g first, then both maps together by ridge regression on the softmax output.
 
-        The shifts (biases of the published projections) are SHIFT times the mean token long, in one direction: beside
-        them the normalisation is nearly linear, alpha nearly uniform, and the magnitude of a token is not lost.
+        The shifts (biases of the published projections) are SHIFTS times as long as the mean token: beside them the
+        normalisation is nearly linear, alpha nearly uniform, and the magnitude of a token is not lost.
         """
         lengths = torch.stack([self._lengths(heads) for heads in activations()]).mean(0)
         width = self.final.weight.shape[0]
-        self.shift.copy_((SHIFT * lengths * width**-0.5).unsqueeze(1).expand(2, width))
+        lengths = lengths * lengths.new_tensor(SHIFTS) * width**-0.5
+        self.shift.copy_(lengths.unsqueeze(1).expand(2, width))
         total = sum(unit(merge_heads(heads.value) + self.shift[0], 2).double().sum((0, 1)) for heads in activations())
         self.weight.copy_(unit(torch.as_tensor(total), 0).unsqueeze(1))
         fit = LeastSquares()
