@@ -18,7 +18,7 @@ from attnrewrite.passes.rewritten import RewrittenSite
 from attnrewrite.variants.base import Heads
 from attnrewrite.variants.least_squares import LeastSquares
 
-RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 CHOOSING_EVERY = 5
 
 Undo = Callable[[], None]

@@ -1,0 +1,153 @@
+"""What each attention form costs in accuracy after each stage of calibration: points of top-1 lost, mean and spread.
+
+    python benchmarks/conversion.py SOURCE --checkpoint FILE --input-size 3x32x32 --mean ... --std ... \\
+        --calibrate train.npz --test test.npz [--rows l1,masked:heads=1] [--seeds 0,1,2] [--steps 200]
+
+Every form stands on every site; calibration sees no labels. The last row is the floor: the same model from weights
+drawn anew, distilled for as many steps. A seed draws the calibration images; the spread is the standard deviation over
+seeds. Prints a markdown table, a row as soon as it is known, and the machine it was made on.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from attnrewrite.calibrate import split
+from attnrewrite.calibrate_distill import Distillation, SiteDistillation
+from attnrewrite.calibrate_fit import Fit
+from attnrewrite.calibrate_images import MovedPool, Pool
+from attnrewrite.calibrate_stage import Calibration
+from attnrewrite.capture import Captured, capture
+from attnrewrite.data import Images, load_images
+from attnrewrite.evaluation import Evaluation, evaluate_modules
+from attnrewrite.measure import environment
+from attnrewrite.passes.fx import FxRewrite
+from attnrewrite.patterns.attention import scan
+from attnrewrite.patterns.fx import FxGraph
+from attnrewrite.plan import Placement, Plan
+from attnrewrite.sources import Source, load_source
+from attnrewrite.variants.base import Variant
+from attnrewrite.variants.registry import get_variant
+
+ROWS = (
+    "polynomial;polynomial:max_features=15;masked:heads=1;masked;l1;l1:local=true;relu-linear:local=true;"
+    "mobile;mobile:local=true;separable;separable:local=true;additive;additive:local=true"
+)
+STAGES = ("copy", "fit", "site", "distil")
+SCRATCH_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Bench:
+    source: Source
+    captured: Captured
+    calibration: Images
+    test: Images
+    samples: int
+    steps: int
+
+    def student(self, variant: Variant) -> GraphModule:
+        """The model with `variant` at every site that it does not refuse."""
+        found = scan(FxGraph(self.captured.module), self.source.name)
+        placements = (Placement.at(site, variant) for site in found.sites if variant.refuse(site) is None)
+        return FxRewrite(Plan(self.source.name, tuple(placements)))(self.captured.module)
+
+    def given(self, variant: Variant, seed: int) -> Calibration:
+        images = self.calibration.sample(self.samples, seed)
+        fitted, apart = split(images)
+        how = self.source.preprocessing, self.source.input_size, self.captured.fixed_batch or 64
+        teacher = self.student(get_variant("softmax"))
+        return Calibration(teacher, self.student(variant), Pool(fitted, *how), MovedPool(apart, *how), seed)
+
+    def evaluate(self, given: Calibration) -> tuple[Evaluation, Evaluation]:
+        found = evaluate_modules(
+            {"original": given.teacher, "student": given.student}, self.test, self.source.preprocessing,
+            input_size=self.source.input_size, reference="original", batch_size=self.captured.fixed_batch,
+        )  # fmt: skip
+        return found["original"], found["student"]
+
+    def run(self, variant: Variant, seed: int) -> Iterator[tuple[float, float, float]]:
+        """After each stage: points lost, agreement in percent, and the stage's seconds."""
+        given = self.given(variant, seed)
+        yield self.figures(given, 0.0)
+        for stage in (Fit(), SiteDistillation(), Distillation(self.steps)):
+            started = time.perf_counter()
+            stage.run(given)
+            yield self.figures(given, time.perf_counter() - started)
+
+    def floor(self, seed: int) -> tuple[float, float, float]:
+        """The same after distillation alone, from weights of the same mean and spread drawn anew."""
+        given = self.given(get_variant("softmax"), seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for tensor in given.student.parameters():
+                noise = torch.randn(tensor.shape, generator=generator)
+                tensor.copy_(tensor.mean() + noise * tensor.std(correction=0))
+        started = time.perf_counter()
+        Distillation(self.steps, rate=SCRATCH_RATE).run(given)
+        return self.figures(given, time.perf_counter() - started)
+
+    def figures(self, given: Calibration, seconds: float) -> tuple[float, float, float]:
+        original, student = self.evaluate(given)
+        assert original.top1 is not None, "the test images need labels"
+        assert student.top1 is not None
+        assert student.agreement is not None
+        return original.top1 - student.top1, student.agreement, seconds
+
+
+def told(lost: list[float]) -> str:
+    """Points lost: the mean, and the spread where there are several seeds."""
+    spread = f" ± {statistics.stdev(lost):.1f}" if len(lost) > 1 else ""
+    return f"{statistics.mean(lost):.1f}{spread}"
+
+
+def parsed(row: str) -> Variant:
+    name, _, options = row.partition(":")
+    return get_variant(name, dict(option.split("=", 1) for option in options.split(",") if option))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source")
+    for name in ("checkpoint", "input-size", "mean", "std"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--calibrate", required=True)
+    parser.add_argument("--test", required=True)
+    parser.add_argument("--rows", default=ROWS, help="variant:option=value,..., divided by semicolons")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=200, help="of distillation")
+    parser.add_argument("--test-images", type=int, help="how many, drawn once; by default all")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    source = load_source(
+        chosen.source, checkpoint=chosen.checkpoint, input_size=chosen.input_size, mean=chosen.mean, std=chosen.std
+    )
+    captured = capture(source.name, source.model or source.program, source.example_inputs)  # type: ignore[arg-type]
+    test = load_images(chosen.test)
+    test = test.sample(chosen.test_images or len(test), 0)
+    bench = Bench(source, captured, load_images(chosen.calibrate), test, chosen.samples, chosen.steps)
+    seeds = [int(seed) for seed in chosen.seeds.split(",")]
+    print(f"| variant | {' | '.join(STAGES)} | agreement | seconds |\n|{'-|' * (len(STAGES) + 3)}", flush=True)
+    for row in chosen.rows.split(";"):
+        variant = parsed(row)
+        stages = list(zip(*(list(bench.run(variant, seed)) for seed in seeds), strict=True))
+        lost = " | ".join(told([figures[0] for figures in stage]) for stage in stages)
+        agreement = statistics.mean(figures[1] for figures in stages[-1])
+        seconds = " + ".join(f"{statistics.mean(figures[2] for figures in stage):.0f}" for stage in stages[1:])
+        print(f"| {row} | {lost} | {agreement:.1f} | {seconds} |", flush=True)
+    floor = [bench.floor(seed) for seed in seeds]
+    blank = " | ".join([""] * (len(STAGES) - 1))
+    seconds = f"{statistics.mean(figures[2] for figures in floor):.0f}"
+    agreement = statistics.mean(figures[1] for figures in floor)
+    print(f"| from scratch | {blank} | {told([figures[0] for figures in floor])} | {agreement:.1f} | {seconds} |")
+    print(f"\n{len(test)} test images, {chosen.samples} for calibration, {chosen.steps} steps; {environment(1)}")
+
+
+if __name__ == "__main__":
+    main()
