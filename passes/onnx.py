@@ -13,6 +13,7 @@ from attnrewrite.patterns.onnx import OnnxGraph, scan_onnx
 from attnrewrite.patterns.onnx_branches import take_branch
 from attnrewrite.patterns.onnx_fused import write_out
 from attnrewrite.patterns.onnx_prepare import inlined
+from attnrewrite.patterns.onnx_recognise import attribute_name
 from attnrewrite.patterns.onnx_sizes import Size
 from attnrewrite.patterns.weights import same_weights
 from attnrewrite.plan import Plan, check_fits
@@ -111,7 +112,7 @@ def _values(graph: ir.Graph) -> dict[str, ir.Value]:
 
 
 def _splice(graph: ir.Graph, operands: Sequence[ir.Value], old: ir.Value, fragment: Fragment) -> None:
-    """The fragment's nodes after the node that made `old`, reading `operands`; the new value takes the old one's name."""
+    """Put the fragment's nodes, reading `operands`, after the node that made `old`; their value takes its name."""
     producer = old.producer()
     assert producer is not None
     source = fragment.output.graph
@@ -158,8 +159,9 @@ def _drop(graph: ir.Graph, last: ir.Node) -> None:
 
 def _set_parameters(model: ir.Model, plan: Plan) -> None:
     """Store what the plan refitted outside the sites."""
+    imported = {attribute_name(name): name for name in model.graph.initializers}
     for name, tensor in plan.parameters.items():
-        value = model.graph.initializers.get(name)
+        value = model.graph.initializers.get(name if name in model.graph.initializers else imported.get(name, name))
         if value is None or value.const_value is None:
             raise InputError(
                 f"the plan refits {name}, which the model does not store; apply it to the model it was made from"
@@ -167,4 +169,4 @@ def _set_parameters(model: ir.Model, plan: Plan) -> None:
         shape, wanted = tuple(value.const_value.shape), tuple(tensor.shape)
         if shape != wanted:
             raise InputError(f"the plan refits {name} of shape {wanted}, the model has {shape}")
-        value.const_value = ir.tensor(tensor.detach().cpu().numpy(), name=name)
+        value.const_value = ir.tensor(tensor.detach().cpu().numpy(), name=value.name)

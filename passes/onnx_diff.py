@@ -39,7 +39,7 @@ def _nodes(model: ir.Model) -> dict[str, bytes]:
 
 
 def _initialisers(model: ir.Model) -> dict[str, tuple[object, ...]]:
-    found = {}
+    found: dict[str, tuple[object, ...]] = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         found[name] = () if tensor is None else (tensor.dtype, tuple(tensor.shape), tensor.tobytes())

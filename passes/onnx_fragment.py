@@ -17,6 +17,8 @@ from attnrewrite.patterns.onnx import OnnxGraph
 
 _LOWEST = 11
 _AXES_AS_INPUT = {"ReduceSum": 13, "Squeeze": 13, "Unsqueeze": 13}  # from which version on; other reductions from 18
+_ZERO_ALLOWED = 14  # from here on, Reshape says what a zero means
+_SHAPE_IN_PART = 15  # from here on, Shape may give part of the shape
 _EXPORTED = 18  # the version that torch's exporter writes natively
 
 
@@ -39,13 +41,13 @@ def export_sites(graph: OnnxGraph, sites: Sequence[RewrittenSite]) -> tuple[Frag
     version = graph.prepared.opsets.get("", 1)
     if version < _LOWEST:
         raise InputError(
-            f"the model uses opset {version}, rewriting needs {_LOWEST} or later: convert it with onnx.version_converter"
+            f"the model has opset {version}, rewriting needs {_LOWEST} or later: convert it with onnx.version_converter"
         )
     tensors, dims = _example(graph, sites)
     program = _export(_Together(sites), tensors, dims, max(version, _EXPORTED))
     model = ir.serde.deserialize_model(program)
     for node in model.graph:
-        lower(node, version)
+        lower(model.graph, node, version)
     return tuple(_fragments(model.graph, sites))
 
 
@@ -124,7 +126,7 @@ def _made_from(graph: ir.Graph, output: ir.Value) -> list[ir.Node]:
     return [node for node in graph if node in needed]
 
 
-def lower(node: ir.Node, version: int) -> None:
+def lower(graph: ir.Graph, node: ir.Node, version: int) -> None:
     """Respell a node of the exported version in an earlier one, in place.
 
     Raises:
@@ -135,6 +137,10 @@ def lower(node: ir.Node, version: int) -> None:
     takes_axes = node.op_type in _AXES_AS_INPUT or node.op_type.startswith("Reduce")
     if takes_axes and version < _AXES_AS_INPUT.get(node.op_type, _EXPORTED) and len(node.inputs) > 1:
         _axes_as_attribute(node)
+    if node.op_type == "Shape" and version < _SHAPE_IN_PART:
+        _whole_shape(graph, node)
+    if node.op_type == "Reshape" and version < _ZERO_ALLOWED:
+        node.attributes.pop("allowzero", None)  # no site has an axis of length zero
     if node.op_type == "Split" and "num_outputs" in node.attributes and len(node.inputs) < 2:
         raise InputError(
             f"Split into equal parts needs opset {_EXPORTED}: convert the model with onnx.version_converter"
@@ -150,6 +156,27 @@ def lower(node: ir.Node, version: int) -> None:
             f"the rewritten attention needs {node.op_type} of opset {_EXPORTED}, the model uses {version}: "
             "convert it with onnx.version_converter, or choose another variant"
         )
+
+
+def _whole_shape(graph: ir.Graph, node: ir.Node) -> None:
+    """Shape of some axes as Shape and Slice."""
+    bounds = [node.attributes.pop(name, None) for name in ("start", "end")]
+    if bounds == [None, None]:
+        return
+    first, last = (default if a is None else a.as_int() for a, default in zip(bounds, (0, 1 << 31), strict=True))
+    operands = []
+    for name, number in (("start", first), ("end", last)):
+        constant = ir.node("Constant", [], {"value": ir.tensor([number])}, name=f"{node.name}_{name}")
+        constant.outputs[0].name = f"{node.outputs[0].name}_{name}"
+        graph.insert_before(node, constant)
+        operands.append(constant.outputs[0])
+    part = ir.node("Slice", [], name=f"{node.name}_part")
+    part.outputs[0].name = f"{node.outputs[0].name}_part"
+    ir.convenience.replace_all_uses_with(node.outputs[0], part.outputs[0])
+    part.resize_inputs(3)
+    for place, value in enumerate([node.outputs[0], *operands]):
+        part.replace_input_with(place, value)
+    graph.insert_after(node, part)
 
 
 def _axes_as_attribute(node: ir.Node) -> None:

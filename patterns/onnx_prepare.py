@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
@@ -22,7 +23,8 @@ class Prepared:
     """A private copy of a model and what is known of its values.
 
     `batch_axes` names the axes that follow the batch size; a value that is absent has none. `unread` are attentions
-    that the view does not show: in the body of a loop, quantised, or with a cache. `batch` is the batch it was read with.
+    that the view does not show: in the body of a loop, quantised, or with a cache. `batch` is the
+    batch it was read with; `varying` are the small values whose elements change with it.
     """
 
     model: ir.Model
@@ -31,6 +33,7 @@ class Prepared:
     batch_axes: Mapping[str, frozenset[int]]
     batch: int
     unread: list[NearMiss] = field(default_factory=list)
+    varying: frozenset[str] = frozenset()
 
     @property
     def open_batch(self) -> bool:
@@ -57,6 +60,10 @@ def prepare(model: ir.Model, given: Mapping[str, Size] | None = None) -> Prepare
         return found  # its nodes hold a batch of two
     both = found.sizes.size.keys() & wider.sizes.size.keys()
     found.batch_axes = {name: _differing(found.sizes.size[name], wider.sizes.size[name]) for name in both}
+    elements = wider.sizes.known
+    found.varying = frozenset(
+        name for name, array in found.sizes.known.items() if not np.array_equal(array, elements.get(name, array))
+    )
     return found
 
 

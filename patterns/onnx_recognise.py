@@ -1,7 +1,9 @@
 """What exporters write as several ONNX nodes and the matcher knows as one: a bias after a product, a LayerNorm."""
 
 import ast
+import hashlib
 import math
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,6 +119,14 @@ def _same(value: ir.Value | None, centred: ir.Node, source: ir.Value) -> bool:
     while node is not None and node.op_type == "Cast" and node.inputs[0] is not None:
         node = node.inputs[0].producer()
     return node is not None and (node is centred or (node.op_type == "Sub" and node.inputs[0] is source))
+
+
+def attribute_name(value: str) -> str:
+    """The name under which a module holds a constant of the graph: an identifier, unlike for unlike values."""
+    plain = re.sub(r"\W", "_", value)
+    if plain == value and not plain[:1].isdigit():
+        return plain
+    return f"c_{plain}_{hashlib.blake2b(value.encode(), digest_size=3).hexdigest()}"
 
 
 def scope_of(node: ir.Node) -> str:

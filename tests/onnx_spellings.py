@@ -197,6 +197,7 @@ SPELLINGS = {
         ),
     ),
 }  # fmt: skip
+NOT_ON_PROCESSORS = ("MultiHeadAttention, packed",)  # onnxruntime has it for other devices alone
 
 
 def weights() -> dict[str, np.ndarray]:
@@ -217,6 +218,12 @@ def weights() -> dict[str, np.ndarray]:
     found["scale0"] = np.array(0.35355338, np.float32)
     found["heads0"], found["joined0"] = np.array([0, 0, 2, 8]), np.array([0, 0, 16])
     found["ones"] = np.ones(3, np.int64)
+    for name, size in {"six": 6, "nine": 9, "kernel": (6, 6, 3, 3), "depthwise": (6, 1, 3, 3)}.items():
+        found[name] = random.normal(0, 0.5, size).astype(np.float32)
+    found["six_positive"] = np.abs(found["six"]) + 0.5
+    found["twice"], found["half"] = np.array([1, 1, 2, 2], np.float32), np.array([1, 1, 0.5, 0.5], np.float32)
+    found["thirds"], found["column"], found["cube"] = np.array([1, 2, 3]), np.array([3, 1]), np.array([1, 1, 16])
+    found["places"], found["wide"] = np.arange(6)[None, ::-1, None, None].copy(), np.array(10, np.float32)
     return found
 
 

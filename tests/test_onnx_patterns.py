@@ -1,11 +1,8 @@
 """ONNX graphs: the same attention is found however it is spelled, and what cannot be read is said."""
 
 import numpy as np
-import pytest
-
-pytest.importorskip("onnx_ir", reason="needs onnx-ir")
-
 import onnx_ir as ir
+import pytest
 
 from attnrewrite.patterns.onnx import OnnxGraph, scan_onnx
 from attnrewrite.patterns.weights import output_weights, projection_weights, same_weights
