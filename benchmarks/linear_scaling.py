@@ -9,9 +9,11 @@ writes softmax(q k^T) v out. A form that took SLOWEST at a size is not tried at 
 """
 
 import argparse
+import ctypes
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,11 +26,12 @@ from attnrewrite.variants.base import Form
 from attnrewrite.variants.registry import get_variant, variants
 
 SIDES = (8, 16, 32, 64, 128)
-HEADS, HEAD_DIM = 3, 64
+HEADS, HEAD_DIM = 6, 64
 FIT_ABOVE = 1000
 LINEAR_BELOW = 1.1
 SECONDS_PER_POINT, FEWEST_REPEATS, MOST_REPEATS = 0.3, 3, 50
 SLOWEST = 0.7  # seconds
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's mallopt
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -130,12 +133,22 @@ def row(growth: Growth) -> str:
     )
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed: fresh pages for every large tensor would be timed with the form."""
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        for option, size in ((MMAP_THRESHOLD, 2**30), (TRIM_THRESHOLD, 2**31 - 1)):
+            if mallopt is not None:
+                mallopt(option, size)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time and peak memory of every attention form against the tokens.")
     parser.add_argument("--variants", default=",".join(["explicit", *variants()]), help="names, comma-separated")
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     print(f"{'ms, MiB':12} " + " ".join(f"{f'N = {side * side + 1}':>18}" for side in SIDES) + "   time memory")
     found = []
     for name in arguments.variants.split(","):
