@@ -85,8 +85,11 @@ class Fit:
                 self._fit_point(point, following, teacher, own)
         calibration.report(self.name, len(points), len(points))
         kept = _back_off(calibration, undo, before)
-        taken_back = [point.name for point in points[kept:]]
-        return (f"taken back, as the fit there made the output worse: {', '.join(taken_back)}",) if taken_back else ()
+        notes = tuple(_left_out(points))
+        if kept == len(points):
+            return notes
+        taken_back = ", ".join(point.name for point in points[kept:])
+        return (*notes, f"taken back, as the fit there made the output worse: {taken_back}")
 
     def _fit_point(self, point: Point, following: Point | None, teacher: Segments, student: Segments) -> None:
         name = point.node.name
@@ -127,6 +130,20 @@ def fit_points(student: GraphModule) -> list[Point]:
     ends = {branch.node: branch for branch in branches(student)}
     sites = {node: rewritten_site(student, node) for node in student.graph.nodes}
     return [Point(node, site, ends.get(node)) for node, site in sites.items() if site is not None or node in ends]
+
+
+def _left_out(points: list[Point]) -> Iterator[str]:
+    """What could not be fitted, or not as it should, as sentences."""
+    sites = [(index, point) for index, point in enumerate(points) if point.site is not None]
+    loose = [point.name for _, point in sites if point.branch is None]
+    alone = [point.name for _, point in sites if point.branch is not None and point.stream is point.node]
+    bare = [point.name for index, point in sites if [after.site for after in points[index + 1 : index + 2]] != [None]]
+    if loose:
+        yield f"only the form is fitted, as the output projection is not traced: {', '.join(loose)}"
+    if alone:
+        yield f"fitted to the teacher's own output, as no residual connection follows: {', '.join(alone)}"
+    if bare:
+        yield f"no linear map that ends a residual branch follows, so that none is fitted: {', '.join(bare)}"
 
 
 def teacher_heads(teacher: Segments, name: str) -> Iterator[Heads]:

@@ -96,10 +96,10 @@ def pictures(count: int = 96) -> Images:
 
 
 def calibration(
-    kind: str, variant: Variant, images: Images | None = None, batch: int = 16, seed: int = 0
+    kind: str, variant: Variant, images: Images | None = None, model: nn.Module | None = None
 ) -> Calibration:
     example = (torch.zeros(1, 3, 12, 12),)
-    graph = capture(kind, Model(kind), example).module
+    graph = capture(kind, model or Model(kind), example).module
     found = scan(FxGraph(graph), kind)
     assert len(found.sites) == 2, found.near_misses
     both = [
@@ -192,6 +192,28 @@ def test_points_that_overlap_are_fitted_in_order() -> None:
     """In parallel blocks the attention's sum comes after the MLP's map: both are still points of their own."""
     points = fit_points(calibration("parallel", get_variant("softmax")).student)
     assert [point.site is not None for point in points] == [True, False, True, False]
+
+
+class Bare(nn.Module):
+    """Attention without residual connections or MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Conv2d(3, WIDTH, 2, 2), nn.Linear(WIDTH, 5)
+        self.first, self.second = Attention(), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(self.embed(x).flatten(2).transpose(1, 2))).mean(1))
+
+
+def test_what_cannot_be_fitted_is_told() -> None:
+    given = calibration("bare", get_variant("l1"), model=Bare())
+    notes = Fit().run(given)
+    assert notes == (
+        "fitted to the teacher's own output, as no residual connection follows: site0, site1",
+        "no linear map that ends a residual branch follows, so that none is fitted: site0, site1",
+    )
 
 
 def test_calibrate_reports_each_stage_and_measures_on_images_it_did_not_fit() -> None:
