@@ -103,10 +103,6 @@ def select(cond: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(cond.bool(), a, b)
 
 
-def fill_like(ref_tensor: Tensor, value: Tensor) -> Tensor:
-    return value.expand(ref_tensor.shape)
-
-
 def band_part(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     x = x.triu(-int(lower)) if int(lower) >= 0 else x
     return x.tril(int(upper)) if int(upper) >= 0 else x
@@ -146,7 +142,6 @@ _FUNCTIONS = (
     gather,
     gather_along_axis,
     select,
-    fill_like,
     band_part,
     pixel_shuffle,
     upsample_nearest_neighbor,

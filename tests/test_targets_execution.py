@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_vits import tiny_vit
 from torch import nn
 
 from attnrewrite.errors import CheckFailedError
@@ -29,6 +28,8 @@ DOUBLE = DeviceProgram(
     source="__kernel void add(__global float* y, __global float* a, __global float* b)"
     "{ int i = get_global_id(0); y[i] = a[i] + b[i]; }",
 )
+MODEL = nn.Sequential(nn.Linear(8, 4), nn.Softmax(-1)).eval()
+INPUTS = (torch.randn(5, 8),)
 X = np.array([10, 20, 30, 40], np.float32)
 
 
@@ -69,16 +70,14 @@ def test_a_gpu_artifact_whose_kernels_could_not_run_says_so(tmp_path: Path, monk
     if (reason := target.availability().build) is not None:
         pytest.skip(reason)
     monkeypatch.setattr(opencl, "find_spec", lambda name: None)
-    model, inputs = tiny_vit("l1", depth=1)
-    made = target.lower("l1", model, inputs, tmp_path, threads=1)
+    made = target.lower("softmax", MODEL, INPUTS, tmp_path, threads=1)
     assert "kernels themselves were not run: pyopencl is not installed" in made.check
 
 
 def test_every_kernel_of_a_program_is_read_with_its_extents() -> None:
     if (reason := tvm_compat.why_missing()) is not None:
         pytest.skip(reason)
-    module = nn.Sequential(nn.Linear(8, 4), nn.Softmax(-1)).eval()
-    imported = tvm_compat.import_program(specialise(module, (torch.randn(5, 8),)))
+    imported = tvm_compat.import_program(specialise(MODEL, INPUTS))
     program = tvm_compat_device.device_program(tvm_compat_device.build(imported, tvm_compat.profile("gpu")))
     assert len(program.inputs) == 1
     assert program.buffers[program.inputs[0]] == 5 * 8 * 4
@@ -94,8 +93,7 @@ def arm(tmp_path: Path):
     target = get_target("arm-cpu")
     if (reason := target.availability().build) is not None:
         pytest.skip(reason)
-    model, inputs = tiny_vit("l1", depth=1)
-    return lambda: target.lower("l1", model, inputs, tmp_path, threads=1)
+    return lambda: target.lower("softmax", MODEL, INPUTS, tmp_path, threads=1)
 
 
 def test_without_the_aarch64_runtime_the_check_is_the_hosts_and_says_so(

@@ -14,6 +14,7 @@ aten = torch.ops.aten
 RANDOM = torch.Generator().manual_seed(1)
 MASK = torch.rand(5, 5, generator=RANDOM) > 0.4
 MASK[:, 0] = True
+KERNEL = torch.randn(2, 3, 2, 4, generator=RANDOM)
 
 
 def heads(*shape: int) -> Tensor:
@@ -55,8 +56,11 @@ CASES: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
     "select": (lambda x: x[:, -1] + x[:, 2], (heads(2, 3, 4),)),
     "gelu": (F.gelu, (heads(2, 30),)),
     "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), (heads(2, 30),)),
+    "fill": (lambda x: x.masked_fill(x > 0, -2.0), (heads(2, 30),)),
     "where number": (lambda x: torch.where(x > 0, x, 0.5) + torch.where(x > 1, 2.0, x), (heads(2, 30),)),
     "where numbers": (lambda x: torch.where(x > 0, 1.0, 0.5), (heads(2, 30),)),
+    "convolution valid": (lambda x: F.conv2d(x, KERNEL, stride=2, padding="valid"), (heads(1, 3, 9, 8),)),
+    "convolution same": (lambda x: F.conv2d(x, KERNEL[..., :3], padding="same", dilation=(2, 1)), (heads(1, 3, 9, 8),)),
     "in place": (lambda x: (x + 1).mul_(2).relu_(), (heads(2, 3),)),
 }
 
@@ -70,6 +74,8 @@ def test_canonical_programs_say_the_same_with_fewer_operators(name: str) -> None
         aten.scaled_dot_product_attention.default,
         aten.roll.default,
         aten.select.int,
+        aten.conv2d.padding,
+        aten.masked_fill.Scalar,
         aten.where.ScalarOther,
         aten.where.ScalarSelf,
         aten.where.Scalar,
@@ -78,6 +84,36 @@ def test_canonical_programs_say_the_same_with_fewer_operators(name: str) -> None
     assert not any(node.kwargs.get("approximate") == "tanh" for node in program.graph.nodes)
     for found, expected in zip(arrays(program.module()(*inputs)), reference(module, inputs), strict=True):
         torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(expected))
+
+
+class Biased(nn.Module):
+    """A table of position biases looked up, a mask filled in, an unused weight, and a random number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(heads(3, 2))
+        self.unused = nn.Parameter(heads(3))
+        self.register_buffer("index", torch.tensor([2, 0, -1, 1]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.table[self.index].split(1, dim=1)[0].flatten()
+        mask = x.new_zeros(4)
+        mask[1:3] = -1
+        return x + bias + mask + torch.ones_like(x).cumsum(1)
+
+
+def test_what_depends_on_no_input_is_computed_beforehand() -> None:
+    module = Biased()
+    (x,) = inputs = (heads(2, 4),)
+    program = canonical(specialise(module, inputs))
+    assert targets_of(program) == {aten.add.Tensor}
+    torch.testing.assert_close(program.module()(x), module(x))
+    assert set(program.state_dict) | set(program.constants) == {"folded_0", "folded_1", "folded_2"}
+
+
+def test_random_numbers_are_not_constants() -> None:
+    program = canonical(specialise(Apply(lambda x: x + torch.rand(2, 4)), (heads(2, 4),)))
+    assert aten.rand.default in targets_of(program)
 
 
 def test_the_encoder_layers_fused_operator_is_not_captured() -> None:

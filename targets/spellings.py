@@ -1,0 +1,115 @@
+"""Operators written out in others, because some compiler reads them wrongly or not at all.
+
+TVM's importer drops attention's explicit scale in silence, refuses masks of bool, other ranks than 2 and 4 and grouped
+queries, makes a gather of a select, and can fill neither a mask nor an integer tensor; coremltools takes every gelu for
+the exact one, makes twenty gathers of a roll, and has no alias and no where on numbers. Shapes are fixed by then, so
+that a tensor like another is a constant.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (heads.repeat_interleave(groups, -3) for heads in (key, value))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * factor) @ key.transpose(-1, -2)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        # A sum, as most masks are constants: what is added is then one, too.
+        scores = scores + (_where(attn_mask, 0.0, -torch.inf) if attn_mask.dtype == torch.bool else attn_mask)
+    return torch.softmax(scores, -1) @ value
+
+
+def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    if not dims:
+        return _roll(x.flatten(), shifts, (0,)).view(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        start = -shift % x.shape[dim]
+        x = torch.cat([x.narrow(dim, start, x.shape[dim] - start), x.narrow(dim, 0, start)], dim)
+    return x
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: str = "valid",
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+) -> Tensor:
+    if padding == "same":
+        overlap = [reach * (size - 1) for reach, size in zip(dilation, weight.shape[2:], strict=True)]
+        # The odd one goes to the end, as in torch.
+        pairs = [(total // 2, total - total // 2) for total in reversed(overlap)]
+        x = F.pad(x, [amount for pair in pairs for amount in pair])
+    return F.conv2d(x, weight, bias, tuple(stride), 0, tuple(dilation), groups)
+
+
+def _full_like(x: Tensor, value: float, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return _new_full(x, x.shape, value, dtype)
+
+
+def _new_full(x: Tensor, size: Sequence[int], value: float, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return torch.full(tuple(size), value, dtype=dtype or x.dtype, device=x.device)
+
+
+def _alias(x: Tensor) -> Tensor:
+    return x
+
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return NotImplemented
+    return 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x * x * x)))
+
+
+def _where(condition: Tensor, one: Tensor | float, other: Tensor | float) -> Tensor:
+    dtype = torch.result_type(one, other)
+    one, other = (torch.as_tensor(value, dtype=dtype, device=condition.device) for value in (one, other))
+    return torch.where(condition, one, other)
+
+
+def _select(x: Tensor, dim: int, index: int) -> Tensor:
+    return x.narrow(dim, index % x.shape[dim], 1).squeeze(dim)
+
+
+# For ExportedProgram.run_decompositions; a function that returns NotImplemented leaves its operator as it is.
+WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.roll.default: _roll,
+    aten.alias.default: _alias,
+    aten.conv2d.padding: _convolution,
+    aten.full_like.default: _full_like,
+    aten.gelu.default: _gelu,
+    aten.masked_fill.Scalar: lambda x, mask, value: _where(mask, value, x),
+    aten.new_full.default: _new_full,
+    aten.new_ones.default: lambda x, size, **options: _new_full(x, size, 1, options.get("dtype")),
+    aten.new_zeros.default: lambda x, size, **options: _new_full(x, size, 0, options.get("dtype")),
+    aten.ones_like.default: lambda x, **options: _full_like(x, 1, options.get("dtype")),
+    aten.select.int: _select,
+    aten.zeros_like.default: lambda x, **options: _full_like(x, 0, options.get("dtype")),
+    aten.where.Scalar: _where,
+    aten.where.ScalarOther: _where,
+    aten.where.ScalarSelf: _where,
+}
