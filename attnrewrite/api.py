@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from attnrewrite.capture import capture
+from attnrewrite.capture import capture, is_open
 from attnrewrite.conversion import Conversion, convert_source, deployed
 from attnrewrite.data import Images, load_images
 from attnrewrite.errors import InputError
@@ -226,7 +226,7 @@ def _fixed_batch(source: Source) -> int | None:
     names = set(source.program.graph_signature.user_inputs)
     first = next(n for n in source.program.graph.nodes if n.op == "placeholder" and n.name in names)
     size = first.meta["val"].shape[0]
-    return size if isinstance(size, int) else None
+    return None if is_open(size) else int(size)
 
 
 __all__ = ["Conversion", "compare", "convert", "evaluate", "explain", "lower", "supported"]

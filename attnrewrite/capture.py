@@ -73,7 +73,12 @@ def has_open_batch(program: ExportedProgram) -> bool:
     """Whether the program takes any batch size: torch.export settles for one where the model's code does."""
     names = set(program.graph_signature.user_inputs)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
-    return any(not isinstance(size, int) for value in values if isinstance(value, Tensor) for size in value.shape)
+    return any(is_open(size) for value in values if isinstance(value, Tensor) for size in value.shape)
+
+
+def is_open(size: int | torch.SymInt) -> bool:
+    """Whether a length is left open: torch.export also writes lengths that it has settled as symbols."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple[Tensor, ...]) -> Captured:
@@ -97,8 +102,8 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     inputs = [
         n.meta["val"] for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
     ]
-    is_open = any(not isinstance(size, int) for tensor in inputs for size in tensor.shape)
-    fixed = None if is_open else (int(inputs[0].shape[0]) if inputs and inputs[0].dim() else 1)
+    any_batch = any(is_open(size) for tensor in inputs for size in tensor.shape)
+    fixed = None if any_batch else (int(inputs[0].shape[0]) if inputs and inputs[0].dim() else 1)
     if fixed is not None and note is None:
         note = "the exported program has a fixed batch size"
     return Captured(name, module, example_inputs, fixed, note)

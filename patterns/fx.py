@@ -48,7 +48,9 @@ class FxGraph:
 
     def batch_axes(self, value: str) -> frozenset[int]:
         sizes = self._nodes[value].meta["val"].shape
-        return frozenset(axis for axis, size in enumerate(sizes) if isinstance(size, torch.SymInt))
+        return frozenset(
+            axis for axis, size in enumerate(sizes) if isinstance(size, torch.SymInt) and not size.node.expr.is_number
+        )
 
     def users(self, value: str) -> tuple[str, ...]:
         """Tensor users; a multi-output node is passed through to the elements taken from it."""
