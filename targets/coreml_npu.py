@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -96,19 +97,24 @@ def _check(
 
 
 def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> Run:
-    """The package loaded by Core ML itself. On a Mac only."""
-    import coremltools as ct
-
+    """The module run by Core ML itself."""
     with tempfile.TemporaryDirectory() as folder:
         package = _convert(canonical(specialise(module, inputs)), Path(folder), "FLOAT16")
         size = size_bytes(package)
-        model = ct.models.MLModel(str(package), compute_units=ct.ComputeUnit.CPU_AND_NE)
+        model = _loaded(package)
     spec = model.get_spec().description
     feed = dict(zip([given.name for given in spec.input], arrays(inputs), strict=True))
     predicted = model.predict(feed)
     found = [predicted[output.name] for output in spec.output]
     agreement = check.agree(subject, found, reference(module, inputs), check.FLOAT16)
     return Run("core ml", lambda: model.predict(feed), agreement.max_abs_error, size, None)
+
+
+def _loaded(package: Path) -> Any:
+    """The package as Core ML compiles it for this Mac."""
+    import coremltools as ct
+
+    return ct.models.MLModel(str(package), compute_units=ct.ComputeUnit.CPU_AND_NE)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Lowering small vision transformers for every target, and noticing when the result is not the model."""
 
 import json
+import platform
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from tiny_vits import tiny_vit
 from torch import nn
 
 from attnrewrite.errors import AttnRewriteError, CheckFailedError
-from attnrewrite.targets import check, tvm_compat
+from attnrewrite.targets import check, coreml_npu, mil_interpreter, tvm_compat
 from attnrewrite.targets.base import BUILT_IN, get_target
 
 FILES = {
@@ -128,6 +129,32 @@ def test_targets_that_are_not_this_machine_are_not_measured_on_it(name: str) -> 
     (run,) = target.runs("vit", nn.Identity(), (torch.randn(1),), threads=1)
     assert run.call is None
     assert run.reason == reason
+
+
+def test_on_a_mac_core_ml_itself_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_or_skip("coreml-npu")
+    import coremltools as ct
+
+    class Interpreted:
+        """A package with the predictions that a Mac would give, by name."""
+
+        def __init__(self, package: Path) -> None:
+            self.program = mil_interpreter.load(package)
+            self.get_spec = ct.models.MLModel(str(package), skip_model_load=True).get_spec
+
+        def predict(self, feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            given = {name: torch.from_numpy(values) for name, values in feed.items()}
+            outputs = mil_interpreter.interpret(self.program, given).outputs
+            return {name: values.numpy() for name, values in outputs.items()}
+
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(coreml_npu, "_loaded", Interpreted)
+    model, inputs = tiny_vit("l1", depth=1)
+    assert target.availability().measure is None
+    (run,) = target.runs("l1", model, inputs, threads=1)
+    assert run.reason is None
+    assert 0 < run.max_abs_error < check.FLOAT16 * float(model(*inputs).abs().max())
+    assert next(iter(run.call().values())).shape == (1, 10)
 
 
 def test_the_gpus_launches_name_every_kernel_of_its_source(tmp_path: Path) -> None:
