@@ -38,7 +38,7 @@ class Host(Target):
     ) -> tuple[Run, ...]:
         expected = reference(module, example_inputs)
         runs = []
-        for runtime, prepare in _RUNTIMES.items():
+        for runtime, (prepare, note) in _RUNTIMES.items():
             try:
                 call, size_bytes = prepare(module, example_inputs, threads)
                 agreement = check.agree(f"{name} in {runtime}", arrays(call()), expected, check.FLOAT32)
@@ -75,9 +75,10 @@ def _link(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> Path:
     return tvm_compat.export_library(executable, folder / "model.so", tvm_compat.host_linker())
 
 
-_RUNTIMES: dict[str, Callable[[nn.Module, tuple[Tensor, ...], int], Prepared]] = {
-    "torch eager": _eager,
-    "onnxruntime": onnx_runtime.prepare,
-    "tvm": _tvm,
+# Each runtime's way to prepare a call, and what to know about the result.
+_RUNTIMES: dict[str, tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Prepared], str]] = {
+    "torch eager": (_eager, ""),
+    "onnxruntime": (onnx_runtime.prepare, ""),
+    "tvm": (_tvm, f"schedule: {tvm_compat.DEFAULT_SCHEDULE}"),
 }
 _NOTES = {"tvm": tvm_compat.DEFAULT_SCHEDULE}

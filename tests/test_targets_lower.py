@@ -98,6 +98,7 @@ def test_the_host_runs_the_model_in_three_runtimes() -> None:
     model, inputs = tiny_vit("l1", depth=1)
     runs = get_target("host").runs("l1", model, inputs, threads=1)
     assert [run.runtime for run in runs] == ["torch eager", "onnxruntime", "tvm"]
+    assert runs[-1].note == f"schedule: {tvm_compat.DEFAULT_SCHEDULE}"
     expected = model(*inputs).numpy()
     for run in runs:
         assert run.call is not None, run.reason
