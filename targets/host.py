@@ -42,7 +42,7 @@ class Host(Target):
             try:
                 call, size_bytes = prepare(module, example_inputs, threads)
                 agreement = check.agree(f"{name} in {runtime}", arrays(call()), expected, check.FLOAT32)
-                runs.append(Run(runtime, call, agreement.max_abs_error, size_bytes, None, _NOTES.get(runtime, "")))
+                runs.append(Run(runtime, call, agreement.max_abs_error, size_bytes, None, note))
             except AttnRewriteError as error:
                 runs.append(Run(runtime, None, None, None, str(error)))
         return tuple(runs)
@@ -81,4 +81,3 @@ _RUNTIMES: dict[str, tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Prepar
     "onnxruntime": (onnx_runtime.prepare, ""),
     "tvm": (_tvm, f"schedule: {tvm_compat.DEFAULT_SCHEDULE}"),
 }
-_NOTES = {"tvm": tvm_compat.DEFAULT_SCHEDULE}
