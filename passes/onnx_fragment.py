@@ -69,9 +69,9 @@ class _Together(nn.Module):
 
 def _example(graph: OnnxGraph, sites: Sequence[RewrittenSite]) -> tuple[tuple[Tensor, ...], tuple[dict, ...]]:
     """A tensor for each value that the sites read, and which of its axes follow the batch."""
-    batch = Dim("batch", min=1)
     tensors, dims = [], []
-    for value in (value for site in sites for value in site.values):
+    batches = {site: Dim(f"batch_{site.site_id}", min=1) for site in sites}  # one for all would tie site to site
+    for value, batch in ((value, batches[site]) for site in sites for value in site.values):
         size, dtype = graph.shape(value), ir.DataType(graph.dtype(value)).numpy()
         tensors.append(torch.from_numpy(np.zeros(size, dtype)))
         own = {}
@@ -97,6 +97,7 @@ def _export(module: nn.Module, tensors: tuple[Tensor, ...], dims: tuple[dict, ..
 def _fragments(graph: ir.Graph, sites: Sequence[RewrittenSite]) -> Iterator[Fragment]:
     """Cut the export into its sites; what several share goes to the first."""
     taken: set[ir.Node] = set()
+    held: set[ir.Value] = set()
     place = 0
     for site, output in zip(sites, list(graph.outputs), strict=True):
         inputs = tuple(graph.inputs[place : place + len(site.values)])
@@ -104,7 +105,8 @@ def _fragments(graph: ir.Graph, sites: Sequence[RewrittenSite]) -> Iterator[Frag
         nodes = [node for node in _made_from(graph, output) if node not in taken]
         taken.update(nodes)
         stored = {v for node in nodes for v in node.inputs if v is not None and v.is_initializer()}
-        initialisers = tuple(value for value in graph.initializers.values() if value in stored)
+        initialisers = tuple(value for value in graph.initializers.values() if value in stored - held)
+        held.update(initialisers)
         stem = f"attention_{site.site_id}"
         for value in (*initialisers, *(value for node in nodes for value in node.outputs)):
             if value.name and not value.name.startswith("attention_"):
@@ -176,6 +178,8 @@ def _whole_shape(graph: ir.Graph, node: ir.Node) -> None:
     part.resize_inputs(3)
     for place, value in enumerate([node.outputs[0], *operands]):
         part.replace_input_with(place, value)
+    part.outputs[0].dtype = ir.DataType.INT64
+    node.outputs[0].shape = None
     graph.insert_after(node, part)
 
 

@@ -1,0 +1,181 @@
+"""The ONNX pass: only the sites' nodes change, the result is sound, and it computes what the torch module computes."""
+
+import warnings
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnrewrite.capture import capture
+from attnrewrite.errors import InputError
+from attnrewrite.onnx_import import import_model
+from attnrewrite.passes.fx import FxRewrite
+from attnrewrite.passes.onnx import OnnxRewrite
+from attnrewrite.passes.onnx_diff import difference
+from attnrewrite.patterns.attention import scan
+from attnrewrite.patterns.fx import FxGraph
+from attnrewrite.patterns.onnx import OnnxGraph, scan_onnx
+from attnrewrite.plan import Placement, Plan
+from attnrewrite.site import Scan
+from attnrewrite.variants.base import Variant
+from attnrewrite.variants.registry import get_variant, variants
+from tests.onnx_spellings import NOT_ON_PROCESSORS, spelled
+
+REWRITTEN = (  # each kind of node that is taken apart, and each way to spell an older opset
+    "plain", "opset 11", "bias after the heads are split", "einsum, weights of three axes", "Attention on three axes",
+    "MultiHeadAttention with its own bias", "MultiHeadAttention, packed", "a branch that is always taken",
+)  # fmt: skip
+
+
+IMAGE = (1, 3, 16, 16)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+class Vit(nn.Module):
+    """[B, 3, 16, 16] -> [B, 5]: 16 tokens of 32 channels, 2 blocks of 4 heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Conv2d(3, 32, 4, 4), nn.Linear(32, 5)
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.embed(image).flatten(2).transpose(1, 2)
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = x + block(norm(x) * 3)
+        return self.head(x.mean(1))
+
+
+def plan_for(found: Scan, variant: Variant) -> Plan:
+    return Plan(found.model, tuple(Placement.at(site, variant) for site in found.sites if not variant.refuse(site)))
+
+
+def run(model: ir.Model, *arrays: np.ndarray) -> list[np.ndarray]:
+    data = ir.serde.serialize_model(model).SerializeToString()
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    return session.run(None, dict(zip([value.name for value in session.get_inputs()], arrays, strict=True)))
+
+
+def tokens(batch: int) -> np.ndarray:
+    return np.random.default_rng(batch).normal(size=(batch, 10, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_softmax_written_again_computes_the_same_and_touches_nothing_else(name: str) -> None:
+    model = spelled(name)
+    before = ir.serde.serialize_model(model).SerializeToString(deterministic=True)
+    extra = ir.node("Relu", [model.graph.inputs[0]], name="elsewhere")
+    model.graph.append(extra)
+    extra.outputs[0].name = "z"
+    extra.outputs[0].shape, extra.outputs[0].dtype = ir.Shape(["B", 10, 16]), ir.DataType.FLOAT
+    model.graph.outputs.append(extra.outputs[0])
+    result, edits = OnnxRewrite(plan_for(scan_onnx(OnnxGraph(model), "model"), get_variant("softmax"))).apply(model)
+    onnx.checker.check_model(ir.serde.serialize_model(result), full_check=True)
+    assert [(edit.site, edit.replaced) for edit in edits] == [("site0", "y" if name[0] != "e" else edits[0].replaced)]
+    found = difference(model, result)
+    assert found.signature == ()
+    assert found.initialisers_changed == ()
+    assert "z" not in (*found.removed, *found.changed)
+    assert all(name.startswith("attention_site0/") for name in (*found.added, *found.initialisers_added))
+    assert found.changed in ((), ("y",))  # the value of the site keeps its name
+    for batch in (1, 3):
+        wanted = run(spelled("plain"), tokens(batch))[0] if name in NOT_ON_PROCESSORS else run(model, tokens(batch))[0]
+        np.testing.assert_allclose(run(result, tokens(batch))[0], wanted, rtol=1e-4, atol=1e-5)
+    model.graph.outputs.pop()
+    model.graph.remove(extra)
+    assert ir.serde.serialize_model(model).SerializeToString(deterministic=True) == before
+
+
+@pytest.mark.parametrize("variant", [name for name in variants() if name != "softmax"])
+def test_a_form_in_onnx_is_its_torch_module(variant: str) -> None:
+    model = spelled("plain")
+    plan = plan_for(scan_onnx(OnnxGraph(model), "model"), get_variant(variant))
+    if not plan.placements:
+        pytest.skip(f"{variant} cannot stand at this site")
+    module, inputs = import_model(model)
+    original = capture("model", module, inputs).module
+    rewritten = FxRewrite(plan_for(scan(FxGraph(original), "model"), get_variant(variant)))(original)
+    with torch.no_grad():
+        wanted = rewritten(torch.from_numpy(tokens(3)))
+    result, _ = OnnxRewrite(plan).apply(model)
+    onnx.checker.check_model(ir.serde.serialize_model(result), full_check=True)
+    np.testing.assert_allclose(run(result, tokens(3))[0], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def exported() -> tuple[Vit, ir.Model]:
+    """A small model, and its ONNX file as torch writes it, with an open batch."""
+    torch.manual_seed(0)
+    model = Vit().eval()
+    with warnings.catch_warnings(action="ignore"):
+        program = torch.onnx.export(
+            model,
+            (torch.randn(2, *IMAGE[1:]),),
+            dynamo=True,
+            dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
+            verbose=False,
+        )
+    assert program is not None
+    return model, ir.serde.deserialize_model(program.model_proto)
+
+
+def test_a_plan_made_from_torch_applies_to_the_export_and_back(exported: tuple[Vit, ir.Model]) -> None:
+    model, file = exported
+    original = capture("vit", model, (torch.randn(IMAGE),)).module
+    in_torch, in_onnx = scan(FxGraph(original), "vit"), scan_onnx(OnnxGraph(file), "vit")
+    assert [site.name for site in in_onnx.sites] == [site.name for site in in_torch.sites]
+    images = torch.randn(3, *IMAGE[1:])
+    for found in (in_torch, in_onnx):
+        plan = plan_for(found, get_variant("l1"))
+        rewritten = FxRewrite(plan)(original)
+        with torch.no_grad():
+            wanted, before = rewritten(images), model(images)
+        passed = ir.passes.PassManager([OnnxRewrite(plan)])(file)
+        assert passed.modified
+        result = run(passed.model, images.numpy())[0]
+        np.testing.assert_allclose(result, wanted, rtol=1e-4, atol=1e-5)
+        assert float((before - wanted).abs().max()) > 1e-3  # the form is another, and it shows
+
+
+def test_weights_of_the_plan_stand_in_the_file(exported: tuple[Vit, ir.Model]) -> None:
+    model, file = exported
+    original = capture("vit", model, (torch.randn(IMAGE),)).module
+    plan = plan_for(scan(FxGraph(original), "vit"), get_variant("l1"))
+    student = FxRewrite(plan)(original)
+    sites = {m.site_id: m for m in student.modules() if hasattr(m, "site_id")}
+    with torch.no_grad():
+        sites["site1"].value.weight.mul_(0.5)
+        weights = {name: dict(module.state_dict()) for name, module in sites.items()}
+        head = {"head.bias": torch.full_like(dict(model.named_parameters())["head.bias"], 3.0)}
+    placements = tuple(Placement(**{**vars(p), "weights": weights[p.site]}) for p in plan.placements)
+    plan = Plan("vit", placements, head)
+    images = torch.randn(3, *IMAGE[1:])
+    with torch.no_grad():
+        wanted = FxRewrite(plan)(original)(images)
+    np.testing.assert_allclose(run(OnnxRewrite(plan).apply(file)[0], images.numpy())[0], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_of_other_weights_is_refused(exported: tuple[Vit, ir.Model]) -> None:
+    _, file = exported
+    torch.manual_seed(1)
+    other = capture("vit", Vit().eval(), (torch.randn(IMAGE),)).module
+    with pytest.raises(InputError, match=r"plan does not fit vit: site0 .* has fingerprint"):
+        OnnxRewrite(plan_for(scan(FxGraph(other), "vit"), get_variant("l1"))).apply(file)
+    plan = Plan("vit", (), {"nowhere.weight": torch.zeros(3)})
+    with pytest.raises(InputError, match=r"the plan refits nowhere.weight, which the model does not store"):
+        OnnxRewrite(plan).apply(file)
