@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
+from attnrewrite.errors import InputError
 from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.graph import Operation
 from attnrewrite.patterns.onnx_ops import BINARY, MOVED, QUANTISED, SHAPE_ONLY, SIMPLE
@@ -308,8 +309,15 @@ _SPECIAL = {
 
 
 def scan_onnx(graph: OnnxGraph, model: str) -> Scan:
-    """Every attention of an ONNX graph; what the view cannot show, and what is quantized, among the near misses."""
-    found = scan(graph, model)
+    """Every attention of an ONNX graph; what the view cannot show, and what is quantized, among the near misses.
+
+    Raises:
+        InputError: data is moved through more steps than can be followed.
+    """
+    try:
+        found = scan(graph, model)
+    except RecursionError as error:
+        raise InputError(f"{model} moves its data through too many steps to follow; simplify it") from error
     quantised = {miss.name: miss for value in graph.values if (miss := quantised_around(graph, value)) is not None}
     anchors = [(site, _anchor_of(graph, site.nodes)) for site in found.sites]
     sites = [site for site, anchor in anchors if anchor not in quantised]

@@ -22,7 +22,7 @@ MOVES = {
     "Compress": "compress",
     "Concat": "cat",
     "Gather": "index",
-    "ScatterND": "scatter",
+    "ScatterND": "slice_scatter",
     "CenterCropPad": "pad",
 }
 MOVED = {"ScatterND": (0, 2)}  # the operands whose elements move, where they are not the first alone

@@ -52,8 +52,11 @@ def prepare(model: ir.Model, given: Mapping[str, Size] | None = None) -> Prepare
         return _read(copy, opsets, HINT, given)
     try:
         found = _read(copy, opsets, HINT, given)
-    except InputError:
-        return _read(copy, opsets, 1, given)  # open by name, but its nodes hold a batch of one
+    except InputError as error:
+        try:
+            return _read(copy, opsets, 1, given)  # open by name, but its nodes hold a batch of one
+        except InputError:
+            raise error from None
     try:
         wider = _read(copy, opsets, HINT + 1, given)
     except InputError:
@@ -79,7 +82,8 @@ def inlined(model: ir.Model) -> ir.Model:
             InlinePass()(copy)
         copy.graph.sort()
     except Exception as error:  # onnx_ir raises ValueError, or RuntimeError around it
-        raise InputError(f"the graph cannot be put in order: {error}") from error
+        why = "its nodes or functions read what follows from themselves"
+        raise InputError(f"the graph cannot be put in order: {why}; export it again") from error
     return copy
 
 

@@ -10,10 +10,10 @@ from typing import Protocol
 import onnx_ir as ir
 
 from attnrewrite.patterns.graph import GraphView, Operation
-from attnrewrite.patterns.relations import ancestors
 from attnrewrite.site import NearMiss
 
 _BORDERS = frozenset({"linear", "conv", "norm", "softmax", "sdpa"})
+_NEAR = 256  # values: attention is spelled in fewer, and a graph may be long
 _SCOPES = "pkg.torch.onnx.name_scopes"  # written by torch's exporter: the module path, outermost first, and the node
 
 
@@ -153,7 +153,7 @@ def quantised_around(graph: GraphView, value: str) -> NearMiss | None:
     anchor = graph.operation(value)
     if anchor.kind not in ("softmax", "sdpa"):
         return None
-    for near in (*ancestors(graph, value, _BORDERS), *_descendants(graph, value)):
+    for near in (*_around(graph, value, forward=False), *_around(graph, value, forward=True)):
         operation = graph.operation(near)
         if operation.attributes.get("quantized"):
             why = f"{operation.name} ({near}) quantizes what it reads or makes; give the model before quantization"
@@ -161,10 +161,15 @@ def quantised_around(graph: GraphView, value: str) -> NearMiss | None:
     return None
 
 
-def _descendants(graph: GraphView, value: str) -> list[str]:
-    """What reads a value, up to the next linear map, convolution, norm or attention."""
-    found = [value]
+def _around(graph: GraphView, value: str, forward: bool) -> list[str]:
+    """The nearest values before or after one, up to a linear map, convolution, norm or attention."""
+    found, seen = [value], {value}
     for current in found:
-        if graph.operation(current).kind not in _BORDERS or current == value:
-            found += [user for user in graph.users(current) if user not in found]
+        operation = graph.operation(current)
+        if (operation.kind in _BORDERS and current != value) or len(found) > _NEAR:
+            continue
+        for other in graph.users(current) if forward else operation.inputs:
+            if other not in seen and not graph.is_constant(other):
+                seen.add(other)
+                found.append(other)
     return found

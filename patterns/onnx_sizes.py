@@ -198,7 +198,7 @@ def _infer(sizes: Sizes, node: ir.Node, opsets: Mapping[str, int]) -> Iterable[t
     try:
         imports = [onnx.helper.make_opsetid(domain, version)]
         made = infer_node_outputs(schema, ir.serde.serialize_node(node), types, data, opset_imports=imports)
-    except (InferenceError, RuntimeError) as error:
+    except (InferenceError, RuntimeError, onnx.checker.ValidationError) as error:
         sized = ", ".join(f"{name} {'x'.join(map(str, sizes.size[name])) or 'scalar'}" for name in names)
         where = f"node {node.name!r} ({node.op_type})"
         raise InputError(f"{where} does not take its operands ({sized}): {_reason(error)}; export it again") from error

@@ -46,19 +46,41 @@ class NoProduct:
     stopped_at: Operation
 
 
+@dataclass(frozen=True)
+class _Walk:
+    """How many steps are left, and what was found from where: sums of sums have more paths than anyone can walk."""
+
+    left: int
+    memory: dict[tuple[str, int], ScorePath | NoProduct]
+
+    def deeper(self) -> "_Walk":
+        return _Walk(self.left - 1, self.memory)
+
+
 def walk_back(graph: GraphView, value: str, depth: int = 64) -> ScorePath | NoProduct:
     """The best path from `value` back to a product, through movement, elementwise maps and the mixing of heads."""
+    return _walk_back(graph, value, _Walk(depth, {}))
+
+
+def _walk_back(graph: GraphView, value: str, walk: _Walk) -> ScorePath | NoProduct:
+    key = value, walk.left
+    if key not in walk.memory:
+        walk.memory[key] = _step_back(graph, value, walk)
+    return walk.memory[key]
+
+
+def _step_back(graph: GraphView, value: str, walk: _Walk) -> ScorePath | NoProduct:
     operation = graph.operation(value)
-    if depth == 0 or graph.is_constant(value):
+    if walk.left == 0 or graph.is_constant(value):
         return NoProduct(operation)
     if operation.kind == "matmul":
-        return _at_product(graph, operation, depth)
+        return _at_product(graph, operation, walk)
     if operation.kind == "move":
-        return _through_movement(graph, operation, depth)
+        return _through_movement(graph, operation, walk)
     if operation.kind == "map":
-        return _through_map(graph, operation, depth)
+        return _through_map(graph, operation, walk)
     if mixes_channels(graph, operation):
-        inner = walk_back(graph, operation.inputs[0], depth - 1)
+        inner = _walk_back(graph, operation.inputs[0], walk.deeper())
         if isinstance(inner, ScorePath) and inner.certainty == 2:
             return replace(inner, path=(*inner.path, value), talking_heads=True)
     return NoProduct(operation)
@@ -71,24 +93,24 @@ def mixes_channels(graph: GraphView, operation: Operation) -> bool:
     return False
 
 
-def _at_product(graph: GraphView, operation: Operation, depth: int) -> ScorePath | NoProduct:
+def _at_product(graph: GraphView, operation: Operation, walk: _Walk) -> ScorePath | NoProduct:
     live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
     if len(live) == 2:
         return ScorePath(operation.value, certainty=2)
     (operand,) = live
     if graph.shape(operand) == graph.shape(operation.value):  # a constant matrix may mix the heads of real scores
-        inner = walk_back(graph, operand, depth - 1)
+        inner = _walk_back(graph, operand, walk.deeper())
         if isinstance(inner, ScorePath) and inner.certainty == 2:
             return replace(inner, path=(*inner.path, operation.value), talking_heads=True)
     return ScorePath(operation.value, certainty=1)
 
 
-def _best(graph: GraphView, operands: tuple[str, ...], depth: int) -> tuple[str, ScorePath] | NoProduct:
+def _best(graph: GraphView, operands: tuple[str, ...], walk: _Walk) -> tuple[str, ScorePath] | NoProduct:
     """The operand that leads to the most certain product."""
     best: tuple[str, ScorePath] | None = None
     stopped: NoProduct | None = None
     for operand in dict.fromkeys(operands):
-        result = walk_back(graph, operand, depth - 1)
+        result = _walk_back(graph, operand, walk.deeper())
         if isinstance(result, NoProduct):
             stopped = stopped or (None if graph.is_constant(operand) else result)
         elif best is None or result.certainty > best[1].certainty:
@@ -96,9 +118,9 @@ def _best(graph: GraphView, operands: tuple[str, ...], depth: int) -> tuple[str,
     return best or stopped or NoProduct(graph.operation(operands[0]))
 
 
-def _through_movement(graph: GraphView, operation: Operation, depth: int) -> ScorePath | NoProduct:
+def _through_movement(graph: GraphView, operation: Operation, walk: _Walk) -> ScorePath | NoProduct:
     written_over = operation.name in ("slice_scatter", "select_scatter")
-    found = _best(graph, operation.inputs[::-1] if written_over else operation.inputs, depth)
+    found = _best(graph, operation.inputs[::-1] if written_over else operation.inputs, walk)
     if isinstance(found, NoProduct):
         return found
     operand, inner = found
@@ -111,16 +133,16 @@ def _through_movement(graph: GraphView, operation: Operation, depth: int) -> Sco
     return replace(inner, path=(*inner.path, operation.value), obstacles=(*inner.obstacles, *obstacles))
 
 
-def _through_map(graph: GraphView, operation: Operation, depth: int) -> ScorePath | NoProduct:
+def _through_map(graph: GraphView, operation: Operation, walk: _Walk) -> ScorePath | NoProduct:
     factor = constant_factor(graph, operation)
     if factor is not None:
-        inner = walk_back(graph, factor.operand, depth - 1)
+        inner = _walk_back(graph, factor.operand, walk.deeper())
         return (
             replace(inner.scaled(factor.factor), path=(*inner.path, operation.value))
             if isinstance(inner, ScorePath)
             else inner
         )
-    found = _best(graph, operation.inputs, depth)
+    found = _best(graph, operation.inputs, walk)
     if isinstance(found, NoProduct):
         return found
     operand, inner = found
