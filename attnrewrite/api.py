@@ -1,5 +1,7 @@
 """The verbs, as Python functions: explain, convert, evaluate, lower, compare."""
 
+import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.fx import FxGraph
 from attnrewrite.report import Comparison
 from attnrewrite.site import Scan
-from attnrewrite.sources import Source, load_source
+from attnrewrite.sources import Source, explain_onnx, load_source
 from attnrewrite.targets.base import Artifact, get_target
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, variants
@@ -37,6 +39,8 @@ def explain(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **h
     Raises:
         InputError: the model cannot be loaded or captured.
     """
+    if isinstance(source, str | Path) and Path(source).suffix == ".onnx":
+        return explain_onnx(Path(source), how.get("input_size"), how.get("checkpoint"))
     loaded = _load(source, example_inputs, **how)
     captured = capture(loaded.name, loaded.model or loaded.program, loaded.example_inputs)  # type: ignore[arg-type]
     return scan(FxGraph(captured.module), loaded.name)
@@ -185,8 +189,6 @@ def sites_of(model: Model, loaded: Source) -> tuple[dict[str, Any], ...]:
     if isinstance(model, Conversion):
         return tuple(model.report["sites"])
     if loaded.folder is not None:
-        import json
-
         return tuple(json.loads((loaded.folder / "report.json").read_text())["sites"])
     found = explain(loaded)
     told = ("id", "name", "heads", "head_dim", "n_queries", "n_keys")
@@ -213,8 +215,6 @@ def _original(source: Model, loaded: Source, original: Model | None) -> Source |
     try:
         return loaded.origin.load()
     except InputError as error:
-        import logging
-
         logging.getLogger("attnrewrite").warning("no agreement: the original cannot be loaded again (%s)", error)
         return None
 

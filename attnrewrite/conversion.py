@@ -1,5 +1,7 @@
 """Convert a model: find its attention, prove the extraction, rewrite, calibrate, check the result."""
 
+import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from attnrewrite.calibrate import calibrate
 from attnrewrite.capture import Captured, capture, export
 from attnrewrite.checks import export_error, float64_errors, identity_errors, rewritten_sites
 from attnrewrite.data import Images
@@ -27,6 +30,7 @@ from attnrewrite.variants.registry import get_variant, option_values
 
 MODEL_FILE = "model.pt2"
 REPORT_FILE = "report.json"
+ONNX_FILE = "model.onnx"
 Progress = Callable[[str, int, int], None]
 
 
@@ -60,18 +64,28 @@ class Conversion:
     def save(self, out: str | Path, force: bool = False) -> Path:
         """Write model.pt2, weights.safetensors, plan.json and report.json into the new folder `out`.
 
+        A model that was read from ONNX is written as model.onnx too.
+
         Raises:
             InputError: the folder exists (without `force`) or cannot be written.
             CheckFailedError: the exported program does not agree with the module; nothing is left behind.
         """
-        import json
-
         program = self.export()
         with staged(Path(out), force=force) as folder:
             torch.export.save(program, folder / MODEL_FILE)
             self.plan.save(folder)
             (folder / REPORT_FILE).write_text(json.dumps(dict(self.report), indent=1) + "\n")
+            if self.origin is not None and self.origin.spec.endswith(".onnx"):
+                self._write_onnx(Path(self.origin.spec), folder)
         return Path(out)
+
+    def _write_onnx(self, source: Path, folder: Path) -> None:
+        """Write model.onnx: the file that the model was read from, with only the sites changed."""
+        from attnrewrite.onnx_convert import write_file
+
+        assert self.origin is not None
+        inputs = _batched(self.example_inputs, self.report["fixed_batch"])
+        write_file(source, self.plan, deployed(self.module), inputs, self.origin.input_size, folder / ONNX_FILE)
 
 
 def convert_source(
@@ -141,8 +155,6 @@ def _calibrated(
     progress: Progress | None,
 ) -> list[dict[str, Any]]:
     """Calibrate `student` in place; what each stage did."""
-    from attnrewrite.calibrate import calibrate
-
     size = captured.fixed_batch or min(64, len(images))
     results = calibrate(
         teacher, student, images=images, preprocessing=source.preprocessing, input_size=source.input_size,
@@ -153,8 +165,6 @@ def _calibrated(
 
 def deployed(module: GraphModule) -> GraphModule:
     """A copy in which every form is the one that stands in a lowered model."""
-    import copy
-
     result = copy.deepcopy(module).eval()
     for site in rewritten_sites(result).values():
         site.form = site.form.deploy()

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.errors import InputError
 from attnrewrite.passes.rewritten import RewrittenSite, build_site
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.plan import Placement
@@ -42,9 +40,3 @@ def place(graph: GraphView, site: AttentionSite, placement: Placement) -> Rewrit
                 f"the plan's weights do not fit {site.id} ({site.name}): {detail}; convert again"
             ) from error
     return rewritten
-
-
-def require_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise CheckFailedError when a tensor holds NaN or infinity."""
-    if not bool(torch.isfinite(tensor).all()):
-        raise CheckFailedError(f"{name}: NaN or infinity in the result; nothing was written")

@@ -95,7 +95,6 @@ class RewrittenSite(nn.Module):
     ) -> None:
         super().__init__()
         self.site_id = site.id
-        self.variant_name = type(form).__name__
         self.heads = site.heads
         self.core = core
         self.query, self.key, self.value = parts["query"], parts["key"], parts["value"]
