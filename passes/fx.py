@@ -66,6 +66,7 @@ def rewrite(
     replaced = {node for site in found.sites if site.id in replacements for node in site.nodes}
     # torch counts SDPA as impure for its dropout: left to itself, it would keep the attention that was replaced
     result.graph.eliminate_dead_code(lambda node: node.is_impure() and node.name not in replaced)
+    _allow_any_strides(result)
     _drop_unused(result)
     _own_parameters(result)
     _set_parameters(result, parameters or {})
@@ -88,6 +89,13 @@ def _swap(module: GraphModule, nodes: dict[str, Node], site: AttentionSite, rewr
     old.replace_all_uses_with(new)
     nodes[value] = new
     return Edit(site.id, value, name)
+
+
+def _allow_any_strides(module: GraphModule) -> None:
+    """Let reshape stand for view: a rewritten site's output may lie otherwise in memory than the original's."""
+    for node in module.graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
 
 
 def _drop_unused(module: GraphModule) -> None:

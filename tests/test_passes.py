@@ -100,6 +100,28 @@ def test_the_rewritten_arithmetic_is_checked_in_float64(captured: Captured, foun
     assert max(errors.values()) < 1e-5
 
 
+class Gated(nn.Module):
+    """Attention whose output is gated and then viewed, so that no output projection is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.gate, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        out = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).view(x.shape[0], -1, 16)
+        return self.head(out * self.gate(x))
+
+
+def test_what_follows_a_site_takes_its_output_however_it_lies_in_memory() -> None:
+    module = capture("gated", Gated().eval(), (torch.randn(2, 12, 16),)).module
+    found = scan(FxGraph(module), "gated")
+    x = torch.randn(3, 12, 16)
+    with torch.no_grad():
+        assert relative_error(FxRewrite(plan(found, "softmax"))(module)(x), module(x)) < 1e-6
+        assert FxRewrite(plan(found, "l1"))(module)(x).shape == (3, 12, 5)
+
+
 def test_a_variant_that_refuses_a_site_is_an_error_that_names_it(captured: Captured, found: Scan) -> None:
     with pytest.raises(InputError, match=r"refusing cannot stand at site0 .*: it has the wrong colour"):
         FxRewrite(Plan("encoder", (Placement.at(found.sites[0], _Refusing()),)))(captured.module)  # type: ignore[arg-type]
