@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.patterns.onnx import OnnxGraph
+from attnrewrite.patterns.onnx_ops import SHAPE_ONLY
 from attnrewrite.patterns.onnx_recognise import attribute_name
 from attnrewrite.patterns.onnx_sizes import real_inputs
 
@@ -175,6 +176,7 @@ class _Importer:
         self.root = nn.Module()
         self._made: dict[str, Node] = {}
         self._batch: Node | None = None
+        self._projected: set[str] = set()
 
     def run(self) -> GraphModule:
         from attnrewrite.onnx_import_layers import LAYERS
@@ -186,7 +188,7 @@ class _Importer:
             self._made[str(value.name)] = self.graph.placeholder(f"input_{place}")
         self._size_of_batch()
         for node in model.graph:
-            if not all(self._folds(str(value.name)) for value in node.outputs if value.name):
+            if not self._folds(node):
                 self._translate(node, translations)
         results = tuple(self.operand(str(value.name), None) for value in model.graph.outputs)
         self.graph.output(results[0] if len(results) == 1 else results)
@@ -217,9 +219,38 @@ class _Importer:
                 self._batch = self.graph.call_function(torch.ops.aten.sym_size.int, (node, 0))
                 return
 
-    def _folds(self, name: str) -> bool:
-        """Whether a value is the same for every batch."""
-        return self.view.is_constant(name) and not self.view.batch_axes(name)
+    def _folds(self, node: ir.Node) -> bool:
+        """Whether what a node makes is stored: constants of any batch. What is projected from constants stays, as
+        the queries of a decoder do: a site is the same in both frontends."""
+        names = [str(value.name) for value in node.outputs if value.name]
+        self._projected.update(names if node.op_type in _PROJECTS else ())
+        reads = () if node.op_type in SHAPE_ONLY else node.inputs
+        if any(operand is not None and operand.name in self._projected for operand in reads):
+            self._projected.update(names)
+        return all(
+            self.view.is_constant(name) and not self.view.batch_axes(name) and name not in self._projected
+            for name in names
+        )
+
+    def _linear(self, call: Call) -> Node | None:
+        """A product with a weight as the linear map it was, with the bias that is added right after."""
+        value = str(call.node.outputs[0].name)
+        part = self.view.biased(value)
+        operation = self.view.operation(part.linear if part is not None else value)
+        if operation.kind != "linear":
+            return None
+        tokens, weight, *biases = (self.operand(name, call) for name in operation.inputs)
+        if operation.attributes["transposed"]:
+            weight = call.emit(torch.permute, weight, [1, 0])
+        bias = call.emit(torch.reshape, biases[0], [-1]) if biases else None
+        made = call.emit(nn.functional.linear, tokens, weight, bias)
+        if part is None or self.view.shape(part.product) == call.result():
+            return made
+        size = call.size()
+        open_axes = [axis for axis, length in enumerate(size) if isinstance(length, Node)]
+        if len(open_axes) == 1:
+            size[open_axes[0]] = -1
+        return call.emit(torch.reshape, made, size)
 
     def _stored(self, name: str) -> Node:
         """A constant as a parameter or a buffer of the module."""
@@ -253,10 +284,13 @@ class _Importer:
         for value in node.outputs:
             if value.name and not self.view.is_sized(value.name):
                 raise call.unsupported("the size of its result depends on the data")
-        made = translation(call)
+        made = self._linear(call) or translation(call)
         for place, value in enumerate(node.outputs):
             if value.name and (place == 0 or isinstance(made, list | tuple)):
                 self._made[value.name] = made[place] if isinstance(made, list | tuple) else made
+
+
+_PROJECTS = frozenset({"MatMul", "Gemm", "Softmax"})
 
 
 def _times(size: int, times: int) -> int:

@@ -1,6 +1,6 @@
 """What a model can be given as, and how each becomes a module or an exported program with inputs to run it on.
 
-an nn.Module, an ExportedProgram, model.pt2, a converted folder, path/file.py:factory,
+an nn.Module, an ExportedProgram, model.pt2, model.onnx, a converted folder, path/file.py:factory,
 timm:NAME, torchvision:NAME, hf:FOLDER or hf:NAME
 """
 
@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from attnrewrite.factories import call_factory
 from attnrewrite.files import check_file
 from attnrewrite.libraries import LIBRARIES, PRETRAINED, build
 from attnrewrite.preprocessing import Preprocessing, Size, format_size, override, parse_size
+from attnrewrite.site import Scan
 
 __all__ = ["Origin", "Preprocessing", "Source", "load_source"]
 
@@ -108,7 +110,8 @@ def load_source(
     else:
         raise InputError(f"a {type(source).__name__} is not a model: give an nn.Module, an ExportedProgram or a name")
     if example_inputs is None:
-        inputs = _example(size) if size and loaded.model is not None else loaded.example_inputs
+        sized = size is not None and loaded.model is not None and not _is_onnx(source)
+        inputs = _example(size) if sized and size else loaded.example_inputs
     else:
         inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
     if not inputs:
@@ -165,8 +168,7 @@ def _from_spec(spec: str, checkpoint: str | None, size: Size | None) -> Source:
         origin = Origin(str(path.absolute()))
         return replace(_from_program(read_program(path), path.stem, checkpoint), origin=origin)
     if path.suffix == ".onnx":
-        check_file(path, "model")
-        raise InputError(f"{path}: ONNX sources are not supported yet: give the PyTorch model")
+        return _from_onnx(path, checkpoint, size)
     if path.suffix in SUFFIXES:
         raise InputError(
             f"{path} holds weights, not a model: give the model (timm:NAME, file.py:factory) and --checkpoint {path}"
@@ -174,7 +176,7 @@ def _from_spec(spec: str, checkpoint: str | None, size: Size | None) -> Source:
     if colon and re.fullmatch(r"[\w-]+", library):
         raise unknown_name("kind of model", library, LIBRARIES)
     raise InputError(
-        f"no model {spec!r}: give a .pt2 file, a converted folder, "
+        f"no model {spec!r}: give a .pt2 or .onnx file, a converted folder, "
         "file.py:factory, timm:NAME, torchvision:NAME or hf:FOLDER"
     )
 
@@ -208,6 +210,41 @@ def _from_folder(folder: Path, checkpoint: str | None) -> Source:
     return replace(
         source, origin=origin, preprocessing=origin.preprocessing if origin else None, folder=folder.absolute()
     )
+
+
+def _from_onnx(path: Path, checkpoint: str | None, size: Size | None) -> Source:
+    _check_onnx(path, checkpoint)
+    from attnrewrite.onnx_convert import load_file
+
+    module, inputs = load_file(path, size)
+    return Source(path.stem, module, None, inputs, origin=Origin(str(path.absolute()), input_size=size))
+
+
+def explain_onnx(path: Path, input_size: str | Sequence[int] | None = None, checkpoint: str | None = None) -> Scan:
+    """Every attention of an ONNX file, found in the file itself.
+
+    Raises:
+        InputError: the file is not there or damaged, or onnx is not installed.
+    """
+    path = path.expanduser()
+    _check_onnx(path, checkpoint)
+    from attnrewrite.onnx_convert import explain_file
+
+    return explain_file(path, None if input_size is None else parse_size(input_size))
+
+
+def _is_onnx(source: object) -> bool:
+    """Whether a source is an ONNX file, whose inputs have a type and order of their own."""
+    return isinstance(source, str | Path) and str(source).endswith(".onnx")
+
+
+def _check_onnx(path: Path, checkpoint: str | None) -> None:
+    check_file(path, "model")
+    missing = [package for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime") if find_spec(package) is None]
+    if missing:
+        raise InputError(f"{', '.join(missing)} not installed: pip install 'attnrewrite[onnx]' to read ONNX models")
+    if checkpoint is not None:
+        raise InputError(f"{path} is an ONNX model, whose weights are inside: it takes no --checkpoint")
 
 
 def _from_factory(spec: str, checkpoint: str | None) -> Source:

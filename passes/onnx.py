@@ -50,6 +50,8 @@ class OnnxRewrite(ir.passes.FunctionalPass):
         sites = {site.id: site for site in found.sites}
         chosen = [sites[placement.site] for placement in plan.placements]
         modules = [place(graph, sites[placement.site], placement) for placement in plan.placements]
+        for module in modules:
+            module.form = module.form.deploy()
         result = inlined(model) if model.functions else model.clone()
         _set_parameters(result, plan)
         edits = rewrite(result, graph, list(zip(chosen, modules, strict=True))) if modules else ()

@@ -88,6 +88,10 @@ class OnnxGraph:
         """The element type of a value, as ONNX numbers them."""
         return self._sizes.dtype[value]
 
+    def biased(self, value: str) -> BiasedProduct | None:
+        """The linear map that ends in a value by the addition of its bias."""
+        return self._biased.get(value)
+
     def users(self, value: str) -> tuple[str, ...]:
         if value not in self._values:
             return (self._by_linear[value].total,) if value in self._by_linear else ()

@@ -72,7 +72,7 @@ CASES: dict[str, tuple[str, int, str]] = {
         "must be a function that returns an nn.Module, not a str",
     ),
     "a damaged program": ("explain half.pt2", 2, "half.pt2 is truncated or is not an exported program"),
-    "onnx": ("explain model.onnx", 2, "ONNX sources are not supported yet"),
+    "onnx": ("explain model.onnx", 2, "not an ONNX model, or cut short"),
     "a checkpoint alone": ("explain good.pth", 2, "good.pth holds weights, not a model"),
     "a folder": ("evaluate empty --data good.npz", 2, "empty is not a converted model, as it holds no model.pt2"),
     "no attention": (

@@ -54,8 +54,8 @@ DOORS = {
 }
 # What these are named after is all they are about: they import it at their top, and others import them in functions.
 DEVOTED = {
-    "onnx": ("attnrewrite.patterns.onnx", "attnrewrite.passes.onnx", "attnrewrite.onnx_import"),
-    "onnx_ir": ("attnrewrite.patterns.onnx", "attnrewrite.passes.onnx", "attnrewrite.onnx_import"),
+    "onnx": ("attnrewrite.patterns.onnx", "attnrewrite.passes.onnx", "attnrewrite.onnx_"),
+    "onnx_ir": ("attnrewrite.patterns.onnx", "attnrewrite.passes.onnx", "attnrewrite.onnx_"),
 }
 
 

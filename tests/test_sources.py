@@ -247,7 +247,7 @@ BAD_SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "not a program": ("m.pt2", lambda path: (path / "m.pt2").write_text("x"), "m.pt2 is truncated or is not"),
     "half a program": ("m.pt2", half_a_program, "m.pt2 is truncated or is not"),
     "a program that runs code": ("m.pt2", run_by_unpickling, "m.pt2 could not be read as an exported program"),
-    "onnx": ("m.onnx", lambda path: (path / "m.onnx").write_text("x"), "ONNX sources are not supported yet"),
+    "onnx": ("m.onnx", lambda path: (path / "m.onnx").write_text("x"), "not an ONNX model, or cut short"),
     "a checkpoint": ("w.pth", nothing, "w.pth holds weights, not a model"),
     "an address": ("https://x.org/m.pt2", nothing, "download the file first"),
     "a folder of something": (".", nothing, "is not a converted model, as it holds no model.pt2"),
