@@ -69,6 +69,16 @@ def test_a_batch_is_lowered_as_one(tmp_path: Path) -> None:
     assert made.check == "ran in TVM on this host"
 
 
+def test_one_query_over_an_odd_number_of_tokens_is_lowered_where_tvms_own_rule_fails(tmp_path: Path) -> None:
+    class Weigh(nn.Module):
+        def forward(self, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return weights @ value
+
+    inputs = (torch.randn(1, 4, 1, 257), torch.randn(1, 4, 257, 16))
+    made = target_or_skip("gpu").lower("weigh", Weigh(), inputs, tmp_path, threads=1)
+    assert set(made.files) <= FILES["gpu"]
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_an_operator_that_a_compiler_lacks_is_named_in_one_line(name: str, tmp_path: Path) -> None:
     class Bessel(nn.Module):
