@@ -64,6 +64,7 @@ def convert(
     keep: Sequence[str] = (),
     seed: int = 0,
     threads: int | None = None,
+    state: str | Path | None = None,
     progress: Progress | None = None,
     **how: Any,
 ) -> Conversion:
@@ -73,6 +74,7 @@ def convert(
         calibration: images of the kind the model was trained on (labels are not used); None: weights are copied only.
         samples: how many of them to use. steps: of distillation after the closed-form fit.
         keep: ids or names of sites that stay as they are.
+        state: a folder for what an interrupted distillation needs to go on from where it was, to the same weights.
         how: checkpoint, input_size, mean, std, as `load_source` takes them.
 
     Raises:
@@ -86,7 +88,10 @@ def convert(
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    return convert_source(loaded, chosen, images=images, keep=keep, steps=steps, seed=seed, progress=progress)
+    folder = None if state is None else Path(state)
+    return convert_source(
+        loaded, chosen, images=images, keep=keep, steps=steps, seed=seed, state=folder, progress=progress
+    )
 
 
 def evaluate(

@@ -1,6 +1,7 @@
 """The seven commands. Heavy imports are inside them, so that help and usage errors come at once."""
 
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -51,7 +52,8 @@ def convert(
 ) -> Outcome:
     """Replace a model's attention, carry its weights over and, with --calibrate, repair the accuracy without labels.
 
-    Writes model.pt2, weights.safetensors, plan.json and report.json to the output folder.
+    Writes model.pt2, weights.safetensors, plan.json and report.json to the output folder. Interrupted, the same command
+    goes on with the distillation (--steps) where it was: what that needs waits in a hidden folder beside the output.
     """
     from attnrewrite.data import load_images
     from attnrewrite.variants.registry import get_variant
@@ -65,6 +67,7 @@ def convert(
         images.check(loaded.preprocessing, loaded.input_size)
     if run.dry_run:
         return _planned(api.explain(loaded), chosen, keep or (), out)
+    state = out.with_name(f".{out.name}.calibration")
     with bars() as progress:
         conversion = api.convert(
             loaded,
@@ -76,9 +79,11 @@ def convert(
             keep=keep or (),
             seed=run.seed,
             threads=run.threads,
+            state=state,
             progress=progress,
         )
     conversion.save(out, force=force)
+    shutil.rmtree(state, ignore_errors=True)
     return Outcome({**conversion.report, "out": str(out)}, conversion_table(conversion.report, out))
 
 

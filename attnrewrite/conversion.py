@@ -96,6 +96,7 @@ def convert_source(
     keep: Sequence[str] = (),
     steps: int = 0,
     seed: int = 0,
+    state: Path | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Rewrite every site of `source` that `variant` supports and that is not kept.
@@ -119,7 +120,7 @@ def convert_source(
     student = FxRewrite(_plan(found, chosen, variant))(captured.module)
     stages: list[dict[str, Any]] = []
     if images is not None:
-        stages = _calibrated(captured, teacher, student, source, images, steps, seed, progress)
+        stages = _calibrated(captured, teacher, student, source, images, steps, seed, state, progress)
     arithmetic = float64_errors(student, inputs)
     plan = _final_plan(found, chosen, variant, student, captured.module)
     sites = [
@@ -152,13 +153,14 @@ def _calibrated(
     images: Images,
     steps: int,
     seed: int,
+    state: Path | None,
     progress: Progress | None,
 ) -> list[dict[str, Any]]:
     """Calibrate `student` in place; what each stage did."""
     size = captured.fixed_batch or min(64, len(images))
     results = calibrate(
         teacher, student, images=images, preprocessing=source.preprocessing, input_size=source.input_size,
-        batch_size=size, steps=steps, seed=seed, progress=progress,
+        batch_size=size, steps=steps, seed=seed, state=state, progress=progress,
     )  # fmt: skip
     return [asdict(result) for result in results]
 

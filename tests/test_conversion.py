@@ -108,3 +108,21 @@ def test_nan_in_the_weights_is_found_before_anything_is_written() -> None:
         model.blocks.layers[1].self_attn.in_proj_weight[0, 0] = float("nan")
     with pytest.raises(CheckFailedError, match="site1"):
         ar.convert(model, INPUTS, variant="l1")
+
+
+def test_an_interrupted_distillation_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    images = torch.randn(96, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    how = {"variant": "l1", "options": {"exact_prefix": False}, "calibration": images, "steps": 60}
+    whole = ar.convert(encoder(), INPUTS, **how)
+    seen: list[str] = []
+
+    def stop_in_the_second_half(what: str, done: int, total: int) -> None:
+        seen.append(what)
+        if "distil" in what and "site" not in what and done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ar.convert(encoder(), INPUTS, **how, state=tmp_path, progress=stop_in_the_second_half)
+    assert any(tmp_path.iterdir())
+    again = ar.convert(encoder(), INPUTS, **how, state=tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(whole.module.parameters(), again.module.parameters(), strict=True))
