@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,8 @@ import torch
 from attnrewrite.sources import load_source
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-pytest.importorskip("timm", reason="timm is not installed")
+if find_spec("timm") is None:
+    pytest.skip("timm is not installed", allow_module_level=True)
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 
