@@ -24,7 +24,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the output folder 
 def explain(source: Source, model: ModelOptions, run: RunOptions) -> Outcome:
     """Find every attention site, and every softmax that almost is one, and say which variants can stand there."""
     api = _api(run)
-    scan = api.explain(_load(source, model))
+    scan = api.explain(source, **asdict(model))
     supported = api.supported(scan)
     none = None if len(scan) else f"attnrewrite: nothing matched: {scan.model} holds no attention that can be rewritten"
     return Outcome(scan_data(scan, supported), scan_table(scan, supported), exit_code=0 if len(scan) else 3, note=none)
