@@ -117,21 +117,22 @@ def test_a_form_in_onnx_is_its_torch_module(variant: str) -> None:
     np.testing.assert_allclose(run(result, tokens(3))[0], wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def exported() -> tuple[Vit, ir.Model]:
-    """A small model, and its ONNX file as torch writes it, with an open batch."""
-    torch.manual_seed(0)
-    model = Vit().eval()
+def exported_vit(model: Vit) -> ir.Model:
+    """The model's ONNX file as torch writes it, with an open batch."""
     with warnings.catch_warnings(action="ignore"):
+        shapes = ({0: torch.export.Dim.DYNAMIC},)
         program = torch.onnx.export(
-            model,
-            (torch.randn(2, *IMAGE[1:]),),
-            dynamo=True,
-            dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
-            verbose=False,
+            model, (torch.randn(2, *IMAGE[1:]),), dynamo=True, dynamic_shapes=shapes, verbose=False
         )
     assert program is not None
-    return model, ir.serde.deserialize_model(program.model_proto)
+    return ir.serde.deserialize_model(program.model_proto)
+
+
+@pytest.fixture(scope="module")
+def exported() -> tuple[Vit, ir.Model]:
+    torch.manual_seed(0)
+    model = Vit().eval()
+    return model, exported_vit(model)
 
 
 def test_a_plan_made_from_torch_applies_to_the_export_and_back(exported: tuple[Vit, ir.Model]) -> None:
