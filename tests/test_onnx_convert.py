@@ -22,6 +22,7 @@ _ATTENDS = {
     "Reshape",
     "Transpose",
     "Softmax",
+    "Slice",
     "Split",
     "Squeeze",
     "Gather",
