@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from attnrewrite.report import Comparison, Row
 
 LEFT, RIGHT, TOP, BOTTOM = 44, 14, 12, 40  # margins of the plot, in pixels
+FAR_APART = 8  # times whose largest is so many times the smallest are shown on a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,30 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """Values from the first tick to the last, laid out from pixel `start` to pixel `end`."""
+
+    values: list[float]
+    start: float
+    end: float
+    logarithmic: bool = False
+
+    def place(self, value: float) -> float:
+        first, last, value = (math.log(v) if self.logarithmic else v for v in (self.values[0], self.values[-1], value))
+        return round(self.start + (self.end - self.start) * (value - first) / (last - first), 1)
+
+    @property
+    def ticks(self) -> tuple[tuple[float, str], ...]:
+        return tuple((self.place(value), f"{value:g}") for value in self.values)
+
+
+@dataclass(frozen=True)
 class Plot:
     """Accuracy against latency on a canvas of `width` x `height` pixels; ticks are (place, text)."""
 
     width: int
     height: int
+    x_label: str
     y_label: str
     runtimes: tuple[str, ...]
     x_ticks: tuple[tuple[float, str], ...]
@@ -76,36 +96,33 @@ def plot(comparison: Comparison, width: int) -> Plot | None:
     if not found:
         return None
     height = round(160 + 0.28 * width)
-    x_values = ticks(0.0, max(latency.p90 for _, latency, _ in found), 4 if width < 500 else 8)
     qualities = [quality for _, _, quality in found]
-    y_values = ticks(min(qualities), max(qualities), 5)
-
-    def place_x(value: float) -> float:
-        return round(LEFT + (width - LEFT - RIGHT) * value / x_values[-1], 1)
-
-    def place_y(value: float) -> float:
-        span = y_values[-1] - y_values[0]
-        return round(height - BOTTOM - (height - TOP - BOTTOM) * (value - y_values[0]) / span, 1)
-
+    y = Axis(ticks(min(qualities), max(qualities), 5), height - BOTTOM, TOP)
+    quickest, slowest = min(latency.p50 for _, latency, _ in found), max(latency.p90 for _, latency, _ in found)
+    if slowest > FAR_APART * quickest:
+        x = Axis(logarithmic_ticks(quickest, slowest), LEFT, width - RIGHT, logarithmic=True)
+    else:
+        x = Axis(ticks(0.0, slowest, 4 if width < 500 else 8), LEFT, width - RIGHT)
     runtimes = tuple(dict.fromkeys(_runtime(row) for row, _, _ in found))
     points = tuple(
         Point(
             row,
             comparison.models.index(row.model),
             runtimes.index(_runtime(row)),
-            place_x(latency.p50),
-            place_x(latency.p90),
-            place_y(quality),
+            x.place(latency.p50),
+            x.place(latency.p90),
+            y.place(quality),
         )
         for row, latency, quality in found
     )
     return Plot(
         width,
         height,
+        f"milliseconds (median{', logarithmic' if x.logarithmic else ''})",
         "top-1" if labelled else f"agreement with {comparison.models[0]}",
         runtimes,
-        tuple((place_x(value), f"{value:g}") for value in x_values),
-        tuple((place_y(value), f"{value:g}") for value in y_values),
+        x.ticks,
+        y.ticks,
         points,
     )
 
@@ -119,6 +136,15 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     if first == last:  # one value on a tick: 100 % must not be drawn below 120 %
         first, last = (first - 1, last) if low > 0 else (first, last + 1)
     return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def logarithmic_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten that enclose low..high, both above zero."""
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    values = [float(f"{factor}e{decade}") for decade in decades for factor in (1, 2, 5)]
+    first = max(index for index, value in enumerate(values) if value <= low)
+    last = min(index for index, value in enumerate(values) if value >= high)
+    return values[first : last + 1]
 
 
 def _runtime(row: Row) -> str:

@@ -134,6 +134,25 @@ def test_ticks_are_round_and_enclose(low: float, high: float, expected: list[flo
 
 
 @pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(2.14, 80.0, [2, 5, 10, 20, 50, 100]), (0.03, 0.4, [0.02, 0.05, 0.1, 0.2, 0.5]), (1, 10, [1, 2, 5, 10])],
+)
+def test_logarithmic_ticks_are_round_and_enclose(low: float, high: float, expected: list[float]) -> None:
+    assert charts.logarithmic_ticks(low, high) == expected
+
+
+def test_times_that_are_far_apart_have_a_logarithmic_axis_and_say_so() -> None:
+    near = charts.plot(replace(COMPARISON, rows=COMPARISON.rows[:2]), 320)
+    far = charts.plot(COMPARISON, 320)
+    assert near is not None
+    assert far is not None
+    assert (near.x_label, far.x_label) == ("milliseconds (median)", "milliseconds (median, logarithmic)")
+    assert (near.x_ticks[0][1], far.x_ticks[0][1]) == ("0", "5")
+    places = {text: place for place, text in far.x_ticks}
+    assert places["10"] - places["5"] == pytest.approx(places["20"] - places["10"], abs=0.2)
+
+
+@pytest.mark.parametrize(
     ("number", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (873_256, "873.3 kB"), (999_990, "1.0 MB"), (None, "–")],
 )
