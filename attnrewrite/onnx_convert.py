@@ -63,10 +63,10 @@ def write_file(
     except Exception as error:  # onnx raises several kinds
         raise CheckFailedError(f"{source}: onnx refuses the rewritten model: {str(error).splitlines()[0]}") from error
     with torch.no_grad():
-        error = difference(result, module, inputs)
-    if not error <= TOLERANCE:
+        off = difference(result, module, inputs)
+    if not off <= TOLERANCE:
         raise CheckFailedError(
-            f"{source}: the rewritten model differs from the torch module by {error:.2e} (allowed {TOLERANCE:.0e}); "
+            f"{source}: the rewritten model differs from the torch module by {off:.2e} (allowed {TOLERANCE:.0e}); "
             "nothing was written"
         )
 
