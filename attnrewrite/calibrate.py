@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from attnrewrite.calibrate_distill import Distillation, SiteDistillation
 from attnrewrite.calibrate_fit import Fit
-from attnrewrite.calibrate_images import MovedPool, Pool
+from attnrewrite.calibrate_images import Pool
 from attnrewrite.calibrate_stage import Calibration, Progress, Stage, StageReport, distance, stage_report
 from attnrewrite.calibrate_state import State
 from attnrewrite.calibrate_world import placed, world
@@ -67,7 +67,7 @@ def calibrate(
         stages += (SiteDistillation(), Distillation(steps))
     with world() as processes, placed(processes.device, teacher, student):
         calibration = Calibration(
-            teacher, student, Pool(fitted, *how), MovedPool(apart, *how), seed, progress, State(state), processes
+            teacher, student, Pool(fitted, *how), Pool(apart, *how), seed, progress, State(state), processes
         )
         return run(calibration, stages)
 

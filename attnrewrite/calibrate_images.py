@@ -43,17 +43,6 @@ class Pool:
         return torch.cat(found).double()
 
 
-@dataclass(frozen=True)
-class MovedPool(Pool):
-    """Each image mirrored and moved, always in the same way.
-
-    Images that the teacher was trained on are easy for it, and moved ones are as hard as those that it never saw.
-    """
-
-    def batch(self, index: int) -> Tensor:
-        return moved(super().batch(index), torch.Generator().manual_seed(index))
-
-
 def first_tensor(output: object) -> Tensor:
     """The first tensor of a model's output: the logits, for a classifier."""
     if isinstance(output, Tensor):

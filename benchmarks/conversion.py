@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from attnrewrite.calibrate import split
 from attnrewrite.calibrate_distill import Distillation, SiteDistillation
 from attnrewrite.calibrate_fit import Fit
-from attnrewrite.calibrate_images import MovedPool, Pool
+from attnrewrite.calibrate_images import Pool
 from attnrewrite.calibrate_stage import Calibration
 from attnrewrite.capture import Captured, capture
 from attnrewrite.data import Images, load_images
@@ -62,7 +62,7 @@ class Bench:
         fitted, apart = split(images)
         how = self.source.preprocessing, self.source.input_size, self.captured.fixed_batch or 64
         teacher = self.student(get_variant("softmax"))
-        return Calibration(teacher, self.student(variant), Pool(fitted, *how), MovedPool(apart, *how), seed)
+        return Calibration(teacher, self.student(variant), Pool(fitted, *how), Pool(apart, *how), seed)
 
     def evaluate(self, given: Calibration) -> tuple[Evaluation, Evaluation]:
         found = evaluate_modules(
