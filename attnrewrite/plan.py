@@ -102,9 +102,15 @@ def check_fits(plan: Plan, scan: Scan) -> None:
             mine, theirs = getattr(placement, attribute), getattr(site, attribute)
             if not (same_weights(mine, theirs) if attribute == "fingerprint" else mine == theirs):
                 raise InputError(
-                    f"plan does not fit {scan.model}: {where} has {attribute} {theirs}, the plan was made for {mine}; "
+                    f"plan does not fit {scan.model}: {where} has {attribute} {_short(theirs)}, "
+                    f"the plan was made for {_short(mine)}; "
                     "apply the plan to the model that it was made from"
                 )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 24 else f"{text[:24]}..."
 
 
 class _Entry(BaseModel):

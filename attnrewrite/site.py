@@ -153,7 +153,7 @@ class AttentionSite:
     `windows` is the number of windows each image is folded into (1: not windowed). `scale` is the total factor
     on the scores; None where it is a tensor. `core` is None where the scores or the probabilities pass through more
     than scale, bias and softmax: `core_reason` says what.
-    `fingerprint` is a hash of the traced projections' weights, the same in any frontend; None when none is traced.
+    `fingerprint` names the traced projections' weights by a few numbers, the same in any frontend; None without any.
     """
 
     id: str
