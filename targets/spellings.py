@@ -86,7 +86,11 @@ def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 def _where(condition: Tensor, one: Tensor | float, other: Tensor | float) -> Tensor:
     dtype = torch.result_type(one, other)
-    one, other = (torch.as_tensor(value, dtype=dtype, device=condition.device) for value in (one, other))
+    # Filled, not literal: torch 2.13 loses track of tensors that a decomposition brings along.
+    one, other = (
+        value.to(dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=condition.device)
+        for value in (one, other)
+    )
     return torch.where(condition, one, other)
 
 

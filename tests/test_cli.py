@@ -312,7 +312,11 @@ def vit():
 def test_a_signal_stops_it_without_a_trace(tmp_path: Path, sent: signal.Signals, code: int) -> None:
     (tmp_path / "m.py").write_text(SLOW)
     command = [sys.executable, "-m", "attnrewrite", "convert", "m.py:vit", "--input-size", "1x2x2", "--out", "out"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+
+    def heed_signals() -> None:  # a background job is started deaf to interrupts
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals) as process:
         while not (tmp_path / "started").exists():
             assert process.poll() is None, process.stderr and process.stderr.read()
             time.sleep(0.05)

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import attnrewrite as ar
+from attnrewrite._torchvision import import_torchvision
 from tests.test_passes import Encoder
 
 
 def hugging_face(folder: Path) -> str:
+    import_torchvision()
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8
@@ -26,11 +28,13 @@ def program(folder: Path) -> str:
 
 
 def timm_model(folder: Path) -> str:
+    import_torchvision()
     pytest.importorskip("timm", reason="timm is not installed")
     return "timm:vit_tiny_patch16_224"
 
 
 def torchvision_model(folder: Path) -> str:
+    import_torchvision()
     pytest.importorskip("timm", reason="torchvision's models are tested where timm's are")
     return "torchvision:vit_b_32"
 
