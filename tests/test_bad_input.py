@@ -61,7 +61,7 @@ def given(tmp_path_factory: pytest.TempPathFactory, models_file: Path) -> Path:
 CASES: dict[str, tuple[str, int, str]] = {
     # The model.
     "no source": ("explain", 2, "Missing argument 'SOURCE'"),
-    "no such model": ("explain vit", 2, "no model 'vit': give a .pt2 file"),
+    "no such model": ("explain vit", 2, "no model 'vit': give a .pt2 or .onnx file"),
     "no such file": (f"explain nothing.py:vit {SIZE}", 2, "cannot read the Python file nothing.py: No such file"),
     "no such factory": (f"explain models.py:vti {SIZE}", 2, "unknown factory in models.py 'vti': did you mean 'vit'?"),
     "a failing factory": (f"explain models.py:failing {SIZE}", 2, "failing raised ValueError: no weights here (line"),
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[str, int, str]] = {
         "must be a function that returns an nn.Module, not a str",
     ),
     "a damaged program": ("explain half.pt2", 2, "half.pt2 is truncated or is not an exported program"),
-    "onnx": ("explain model.onnx", 2, "not an ONNX model, or cut short"),
+    "onnx": ("explain model.onnx", 2, "model.onnx: holds no graph; export it again"),
     "a checkpoint alone": ("explain good.pth", 2, "good.pth holds weights, not a model"),
     "a folder": ("evaluate empty --data good.npz", 2, "empty is not a converted model, as it holds no model.pt2"),
     "no attention": (
