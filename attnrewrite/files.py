@@ -1,4 +1,4 @@
-"""Files in, with what is wrong with them said in one line; folders out, which appear whole or not at all."""
+"""Files in, with what is wrong with them said in one line; files and folders out, which appear whole or not at all."""
 
 import os
 import secrets
@@ -63,6 +63,37 @@ def staged(out: Path, *, force: bool) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         _prune(out.parent, kept)
+        raise
+
+
+def check_free_file(out: Path, *, force: bool) -> None:
+    """Raise InputError unless the file `out` can be written (or, with `force`, replaced). Nothing is written."""
+    out = Path(out).expanduser()
+    if out.is_dir():
+        raise InputError(f"{out} is a folder: give the name of a file to write in it")
+    if os.path.lexists(out) and not force:
+        raise InputError(f"{out} exists: choose another file, or replace it with --force")
+    check_free(out, force=force)
+
+
+def write_file(out: Path, text: str, *, force: bool) -> None:
+    """Write `text` to the file `out`, which appears whole or not at all; its folder is made.
+
+    Raises InputError where `out` exists (without `force`) or cannot be written.
+    """
+    out = Path(out).expanduser().absolute()
+    check_free_file(out, force=force)
+    stage = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    kept = _nearest_existing(out.parent)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        stage.write_text(text, encoding="utf-8")
+        stage.replace(out)
+    except BaseException as error:
+        stage.unlink(missing_ok=True)
+        _prune(out.parent, kept)
+        if isinstance(error, OSError):
+            raise InputError(f"cannot write {out}: {error.strerror}") from error
         raise
 
 

@@ -73,6 +73,10 @@ class FxGraph:
         paths = [path for path, _ in stack.values()]
         return next((path for path in reversed(paths) if "_empty_nn_module_stack" not in path), "")
 
+    def title(self, value: str) -> str:
+        node = self._nodes[value]
+        return str(node.meta.get("parameter", node.target)) if node.op == "get_attr" else value
+
     def constant(self, value: str) -> np.ndarray:
         if value not in self._constants:
             tensor = self._evaluate(self._nodes[value], {})

@@ -83,6 +83,10 @@ class GraphView(Protocol):
         """The module path that the value was computed in, or its node's name."""
         ...
 
+    def title(self, value: str) -> str:
+        """What the model itself calls the value: a parameter by its path, anything else by its own name."""
+        ...
+
 
 def parameters_of(graph: GraphView, value: str) -> tuple[str, ...]:
     """The leaf constants a constant value is computed from, in order of first use."""

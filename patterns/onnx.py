@@ -123,6 +123,9 @@ class OnnxGraph:
         node = self._values[value].producer() if value in self._values else None
         return scope_of(node) if node is not None else ""
 
+    def title(self, value: str) -> str:
+        return value
+
     def constant(self, value: str) -> np.ndarray:
         """The elements of a constant; half precision as float32.
 

@@ -1,4 +1,4 @@
-"""Output folders appear whole or not at all."""
+"""Output folders and files appear whole or not at all."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from attnrewrite.errors import InputError
-from attnrewrite.files import check_free, staged
+from attnrewrite.files import check_free, check_free_file, staged, write_file
 
 
 def fill(out: Path, text: str, *, force: bool = False) -> None:
@@ -74,3 +74,26 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(InputError, match="no permission"):
         check_free(tmp_path / "out", force=False)
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "page.html"
+    write_file(out, "first", force=False)
+    with pytest.raises(InputError, match=r"page\.html exists: choose another file, or replace it with --force"):
+        write_file(out, "second", force=False)
+    with pytest.raises(UnicodeEncodeError):
+        write_file(out, "\ud800", force=True)
+    assert (out.read_text(), os.listdir(out.parent)) == ("first", ["page.html"])
+    write_file(out, "second", force=True)
+    assert (out.read_text(), os.listdir(out.parent)) == ("second", ["page.html"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("", "is a folder: give the name of a file"), ("held/page.html", "held is not a folder")],
+)
+def test_a_file_that_cannot_be_written_is_told_before(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "held").write_text("")
+    with pytest.raises(InputError, match=said):
+        check_free_file(tmp_path / name, force=True)
+    assert os.listdir(tmp_path) == ["held"]
