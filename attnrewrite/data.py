@@ -14,7 +14,7 @@ from torch import Tensor
 from attnrewrite.errors import InputError
 from attnrewrite.files import check_file
 from attnrewrite.pictures import PICTURES, check_picture, read_picture
-from attnrewrite.preprocessing import Preprocessing, Size, format_size
+from attnrewrite.preprocessing import Preprocessing, Size, format_size, image_size
 
 
 class Pixels(Protocol):
@@ -33,7 +33,7 @@ class Pixels(Protocol):
         """Raise InputError where these images cannot be read as inputs of `size`."""
 
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
-        """All of them as float32 [N, *size]."""
+        """All of them as the model takes them: float32 [N, *size], unless `preprocessing` says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Images:
     def batches(
         self, preprocessing: Preprocessing | None, size: int, input_size: Size
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Batches of `size` images (the last may be smaller): float32 [b, C, H, W] and int64 labels [b] or None.
+        """Batches of `size` images (the last may be smaller): what the model takes, and int64 labels [b] or None.
 
         Raises InputError at once where `check` does.
         """
@@ -140,7 +140,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Float [N, C, H, W], already what the model takes."""
+    """Float [N, C, H, W] or [N, H, W, C], already what the model takes."""
 
     values: Tensor
 
@@ -149,8 +149,7 @@ class Inputs:
 
     @property
     def size(self) -> Size:
-        _, channels, height, width = self.values.shape
-        return channels, height, width
+        return image_size(self.values.shape)
 
     def __getitem__(self, indices: np.ndarray) -> "Inputs":
         return Inputs(self.values[torch.from_numpy(indices)])

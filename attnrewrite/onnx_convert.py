@@ -78,6 +78,8 @@ def _sizes(model: ir.Model, size: tuple[int, ...] | None) -> Mapping[str, tuple[
         return None
     value = inputs[0]
     own = list(value.shape or ())
+    if len(own) == 4 and own[3] == size[0] and own[1] != size[0]:
+        size = (*size[1:], size[0])  # it takes its channels last
     if len(own) == len(size) + 1 and any(isinstance(a, int) and a != b for a, b in zip(own[1:], size, strict=True)):
         fixed = "x".join(str(length) if isinstance(length, int) else "?" for length in own[1:])
         raise InputError(f"input {value.name!r} takes {fixed}, not {'x'.join(map(str, size))}: leave out --input-size")

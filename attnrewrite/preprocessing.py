@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,15 +20,22 @@ class Preprocessing:
 
     Pictures of another size are resized, keeping their shape, until the model's input is `crop` of them on the side
     that fits, and cropped at the centre: timm's evaluation transform. `interpolation` is one of INTERPOLATIONS.
+    A model of `channels_last` takes [B, H, W, C]; one of a whole-number `dtype` takes the pixels themselves.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     crop: float = 1.0
     interpolation: str = "bicubic"
+    channels_last: bool = False
+    dtype: torch.dtype = torch.float32
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """[B, C, H, W] in 0..255, any type -> float32 [B, C, H, W]."""
+        """[B, C, H, W] in 0..255, any type -> [B, C, H, W] (or [B, H, W, C]) of `dtype`."""
+        taken = self._normalise(pixels) if self.dtype.is_floating_point else pixels.to(self.dtype)
+        return taken.permute(0, 2, 3, 1) if self.channels_last else taken
+
+    def _normalise(self, pixels: Tensor) -> Tensor:
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, pixels.shape[1]):
                 raise InputError(
@@ -40,6 +47,26 @@ class Preprocessing:
         return (pixels.float() / 255 - mean) / std
 
 
+def as_taken(known: Preprocessing | None, example: Tensor) -> Preprocessing | None:
+    """`known` for a model that takes inputs like `example`; whole numbers are pixels, of which nothing need be known."""
+    if not example.is_floating_point():
+        known = replace(known or Preprocessing((0.0,), (1.0,)), dtype=example.dtype)
+    return None if known is None else replace(known, channels_last=is_channels_last(example.shape))
+
+
+_CHANNELS = (1, 3, 4)
+
+
+def is_channels_last(shape: Sequence[int]) -> bool:
+    """Whether the shape of a batch of images reads as [B, H, W, C] alone."""
+    return len(shape) == 4 and shape[3] in _CHANNELS and shape[1] not in _CHANNELS
+
+
+def image_size(shape: Sequence[int]) -> Size:
+    """(channels, height, width) of a batch of images, [B, C, H, W] or [B, H, W, C]."""
+    return parse_size((shape[3], shape[1], shape[2]) if is_channels_last(shape) else shape[1:])
+
+
 def override(known: Preprocessing | None, mean: object, std: object) -> Preprocessing | None:
     """`known` with `mean` and `std` as the user gives them (None: not given); None when there is neither."""
     if mean is None and std is None:
@@ -49,11 +76,11 @@ def override(known: Preprocessing | None, mean: object, std: object) -> Preproce
         raise InputError(
             f"--{given} without --{absent}: the model has no configuration to take the other from, give both"
         )
-    return Preprocessing(
-        mean=known.mean if mean is None and known else channel_values("mean", mean),
-        std=known.std if std is None and known else channel_values("std", std),
-        crop=known.crop if known else 1.0,
-        interpolation=known.interpolation if known else "bicubic",
+    known = known or Preprocessing((0.0,), (1.0,))
+    return replace(
+        known,
+        mean=known.mean if mean is None else channel_values("mean", mean),
+        std=known.std if std is None else channel_values("std", std),
     )
 
 

@@ -22,7 +22,7 @@ from attnrewrite.errors import InputError, unknown_name
 from attnrewrite.factories import call_factory
 from attnrewrite.files import check_file
 from attnrewrite.libraries import LIBRARIES, PRETRAINED, build
-from attnrewrite.preprocessing import Preprocessing, Size, format_size, override, parse_size
+from attnrewrite.preprocessing import Preprocessing, Size, as_taken, format_size, image_size, override, parse_size
 from attnrewrite.site import Scan
 
 __all__ = ["Origin", "Preprocessing", "Source", "load_source"]
@@ -49,7 +49,7 @@ class Origin:
     def load(self) -> "Source":
         """The model again, with the same weights. Raises InputError where it is no longer there."""
         source = load_source(self.spec, checkpoint=self.checkpoint, input_size=self.input_size)
-        return replace(source, preprocessing=self.preprocessing)
+        return replace(source, preprocessing=as_taken(self.preprocessing, source.example_inputs[0]))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Source:
     @property
     def input_size(self) -> Size:
         """(channels, height, width) of the images that it takes."""
-        return parse_size(self.example_inputs[0].shape[1:])
+        return image_size(self.example_inputs[0].shape)
 
 
 def load_source(
@@ -116,7 +116,10 @@ def load_source(
         inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
     if not inputs:
         raise InputError(f"{loaded.name}: the size of its input is not known: give --input-size, such as 3x224x224")
-    loaded = replace(loaded, example_inputs=inputs, preprocessing=override(loaded.preprocessing, mean, std))
+    if not inputs[0].is_floating_point() and (mean, std) != (None, None):
+        raise InputError(f"{loaded.name} takes the pixels themselves ({inputs[0].dtype}): leave out --mean and --std")
+    known = as_taken(override(loaded.preprocessing, mean, std), inputs[0])
+    loaded = replace(loaded, example_inputs=inputs, preprocessing=known)
     _check_runs(loaded, size)
     return replace(loaded, origin=_describe(loaded.origin, loaded) if loaded.origin else None)
 
