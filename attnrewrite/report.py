@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from attnrewrite.errors import InputError
+from attnrewrite.pages import render
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -118,17 +119,11 @@ class Comparison:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the page: self-contained, for a phone and for a desk, light and dark."""
-        try:
-            from jinja2 import Environment, PackageLoader, StrictUndefined
-        except ImportError as missing:
-            raise InputError("the HTML report needs jinja2: pip install 'attnrewrite[report]'") from missing
         from attnrewrite import charts
 
-        jinja = Environment(
-            loader=PackageLoader("attnrewrite", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-        )
-        jinja.filters.update(percent=percent, size=size, count=count, error=error)
-        page = jinja.get_template("report.html.jinja").render(
+        page = render(
+            "report.html.jinja",
+            {"percent": percent, "size": size, "count": count, "error": error},
             comparison=self,
             bars=charts.bars(self),
             # The same plot twice, drawn for its width: text scaled with the picture would be unreadable on a phone.
