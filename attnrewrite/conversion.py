@@ -21,6 +21,7 @@ from attnrewrite.files import staged
 from attnrewrite.passes.fx import FxRewrite
 from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.fx import FxGraph
+from attnrewrite.patterns.weights import named_after
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.preprocessing import Preprocessing
 from attnrewrite.site import AttentionSite, Scan
@@ -109,7 +110,7 @@ def convert_source(
     captured = capture(source.name, source.model or _require(source.program), source.example_inputs)
     if not captured.exact:
         raise InputError(f"{captured.note}; it can be explained, but not converted")
-    found = scan(FxGraph(captured.module), source.name)
+    found = named_after(scan(FxGraph(captured.module), source.name), source.own)
     kept = _kept_sites(found, keep)
     fates = {site.id: _fate(site, variant, kept) for site in found.sites}
     chosen = [site for site in found.sites if fates[site.id] is None]

@@ -31,8 +31,8 @@ def explain_file(path: Path, size: tuple[int, ...] | None = None) -> Scan:
     return scan_onnx(OnnxGraph(model, _sizes(model, size)), path.stem)
 
 
-def load_file(path: Path, size: tuple[int, ...] | None = None) -> tuple[GraphModule, tuple[Tensor, ...]]:
-    """An ONNX file as a torch module with inputs to run it on, of one image where its batch is open.
+def load_file(path: Path, size: tuple[int, ...] | None = None) -> tuple[GraphModule, tuple[Tensor, ...], Scan]:
+    """An ONNX file as a torch module, inputs to run it on (one image where its batch is open), and its own sites.
 
     Raises:
         InputError: the file is damaged, an open axis is not given, or an operator is not translated.
@@ -41,7 +41,8 @@ def load_file(path: Path, size: tuple[int, ...] | None = None) -> tuple[GraphMod
     model = read_model(path)
     module, inputs = import_model(model, _sizes(model, size))
     is_open = all(value.shape is not None and not isinstance(value.shape[0], int) for value in real_inputs(model.graph))
-    return module, tuple(tensor[:1] for tensor in inputs) if is_open else inputs
+    found = scan_onnx(OnnxGraph(model, _sizes(model, size)), path.stem)
+    return module, tuple(tensor[:1] for tensor in inputs) if is_open else inputs, found
 
 
 def write_file(

@@ -68,6 +68,7 @@ class Source:
     preprocessing: Preprocessing | None = None
     origin: Origin | None = None
     folder: Path | None = None
+    own: Scan | None = None
 
     @property
     def input_size(self) -> Size:
@@ -219,8 +220,8 @@ def _from_onnx(path: Path, checkpoint: str | None, size: Size | None) -> Source:
     _check_onnx(path, checkpoint)
     from attnrewrite.onnx_convert import load_file
 
-    module, inputs = load_file(path, size)
-    return Source(path.stem, module, None, inputs, origin=Origin(str(path.absolute()), input_size=size))
+    module, inputs, own = load_file(path, size)
+    return Source(path.stem, module, None, inputs, origin=Origin(str(path.absolute()), input_size=size), own=own)
 
 
 def explain_onnx(path: Path, input_size: str | Sequence[int] | None = None, checkpoint: str | None = None) -> Scan:

@@ -15,7 +15,7 @@ from attnrewrite.patterns.onnx_fused import write_out
 from attnrewrite.patterns.onnx_prepare import inlined
 from attnrewrite.patterns.onnx_recognise import attribute_name
 from attnrewrite.patterns.onnx_sizes import Size
-from attnrewrite.patterns.weights import same_weights
+from attnrewrite.patterns.weights import pick
 from attnrewrite.plan import Plan, check_fits
 from attnrewrite.site import AttentionSite, Scan
 
@@ -63,8 +63,7 @@ def matched(plan: Plan, found: Scan) -> Plan:
     free = list(found.sites)
     placements = []
     for placement in plan.placements:
-        alike = [site for site in free if same_weights(site.fingerprint, placement.fingerprint)]
-        chosen = next((site for site in alike if site.id == placement.site), alike[0] if alike else None)
+        chosen = pick(placement.site, placement.fingerprint, free)
         if chosen is not None:
             free.remove(chosen)
             placement = replace(placement, site=chosen.id)

@@ -1,9 +1,12 @@
 """The numbers behind a traced projection, in (head, channel) order, and the fingerprint that names them."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from attnrewrite.patterns.graph import GraphView
-from attnrewrite.site import Normalization, OutputProjection, Projection, Untraced
+from attnrewrite.site import AttentionSite, Normalization, OutputProjection, Projection, Scan, Untraced
 
 
 def projection_weights(graph: GraphView, projection: Projection) -> tuple[np.ndarray, np.ndarray | None]:
@@ -53,6 +56,24 @@ def same_weights(one: str | None, other: str | None) -> bool:
         if abs(norm - wanted) > _SAME * norm or (np.abs(np.subtract(signed, others)) > _SAME).any():
             return False
     return True
+
+
+def pick(site_id: str, fingerprint: str | None, sites: Sequence[AttentionSite]) -> AttentionSite | None:
+    """The one of `sites` with the same weights: that of the same id if it is among them, else the first."""
+    alike = [site for site in sites if same_weights(site.fingerprint, fingerprint)]
+    return next((site for site in alike if site.id == site_id), alike[0] if alike else None)
+
+
+def named_after(found: Scan, own: Scan | None) -> Scan:
+    """`found` with the names that a model's own graph gives the sites of the same weights."""
+    free = [] if own is None else list(own.sites)
+    sites = []
+    for site in found.sites:
+        same = pick(site.id, site.fingerprint, free)
+        if same is not None:
+            free.remove(same)
+        sites.append(replace(site, name=same.name if same else site.name))
+    return replace(found, sites=tuple(sites))
 
 
 _BUCKETS = 1024
