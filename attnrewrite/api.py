@@ -19,9 +19,10 @@ from attnrewrite.evaluation import Evaluation, evaluate_modules
 from attnrewrite.files import staged
 from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.fx import FxGraph
+from attnrewrite.patterns.graph import GraphView
 from attnrewrite.report import Comparison
 from attnrewrite.site import Scan
-from attnrewrite.sources import Source, explain_onnx, load_source
+from attnrewrite.sources import Source, examine_onnx, load_source
 from attnrewrite.targets.base import Artifact, get_target
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, variants
@@ -39,11 +40,17 @@ def explain(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **h
     Raises:
         InputError: the model cannot be loaded or captured.
     """
+    return examine(source, example_inputs, **how)[1]
+
+
+def examine(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> tuple[GraphView, Scan]:
+    """What `explain` says, beside the graph that it was found in. Raises as `explain` does."""
     if isinstance(source, str | Path) and Path(source).suffix == ".onnx":
-        return explain_onnx(Path(source), how.get("input_size"), how.get("checkpoint"))
+        return examine_onnx(Path(source), how.get("input_size"), how.get("checkpoint"))
     loaded = _load(source, example_inputs, **how)
     captured = capture(loaded.name, loaded.model or loaded.program, loaded.example_inputs)  # type: ignore[arg-type]
-    return scan(FxGraph(captured.module), loaded.name)
+    graph = FxGraph(captured.module)
+    return graph, scan(graph, loaded.name)
 
 
 def supported(found: Scan) -> dict[str, dict[str, bool | str]]:

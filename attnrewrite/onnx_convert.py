@@ -21,14 +21,15 @@ from attnrewrite.site import Scan
 _MOST_BYTES = 1 << 30  # a protobuf ends at two gigabytes: larger weights go beside it
 
 
-def explain_file(path: Path, size: tuple[int, ...] | None = None) -> Scan:
-    """Every attention of an ONNX file, read natively. `size` (C, H, W) gives what its input leaves open.
+def examine_file(path: Path, size: tuple[int, ...] | None = None) -> tuple[OnnxGraph, Scan]:
+    """An ONNX file's graph and every attention in it, read natively. `size` (C, H, W) gives what its input leaves open.
 
     Raises:
         InputError: the file is damaged, or an open axis is not given.
     """
     model = read_model(path)
-    return scan_onnx(OnnxGraph(model, _sizes(model, size)), path.stem)
+    graph = OnnxGraph(model, _sizes(model, size))
+    return graph, scan_onnx(graph, path.stem)
 
 
 def load_file(path: Path, size: tuple[int, ...] | None = None) -> tuple[GraphModule, tuple[Tensor, ...], Scan]:

@@ -22,6 +22,7 @@ from attnrewrite.errors import InputError, unknown_name
 from attnrewrite.factories import call_factory
 from attnrewrite.files import check_file
 from attnrewrite.libraries import LIBRARIES, PRETRAINED, build
+from attnrewrite.patterns.graph import GraphView
 from attnrewrite.preprocessing import Preprocessing, Size, as_taken, format_size, image_size, override, parse_size
 from attnrewrite.site import Scan
 
@@ -224,17 +225,19 @@ def _from_onnx(path: Path, checkpoint: str | None, size: Size | None) -> Source:
     return Source(path.stem, module, None, inputs, origin=Origin(str(path.absolute()), input_size=size), own=own)
 
 
-def explain_onnx(path: Path, input_size: str | Sequence[int] | None = None, checkpoint: str | None = None) -> Scan:
-    """Every attention of an ONNX file, found in the file itself.
+def examine_onnx(
+    path: Path, input_size: str | Sequence[int] | None = None, checkpoint: str | None = None
+) -> tuple[GraphView, Scan]:
+    """An ONNX file's graph and every attention in it, found in the file itself.
 
     Raises:
         InputError: the file is not there or damaged, or onnx is not installed.
     """
     path = path.expanduser()
     _check_onnx(path, checkpoint)
-    from attnrewrite.onnx_convert import explain_file
+    from attnrewrite.onnx_convert import examine_file
 
-    return explain_file(path, None if input_size is None else parse_size(input_size))
+    return examine_file(path, None if input_size is None else parse_size(input_size))
 
 
 def _is_onnx(source: object) -> bool:
