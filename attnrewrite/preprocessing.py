@@ -48,7 +48,7 @@ class Preprocessing:
 
 
 def as_taken(known: Preprocessing | None, example: Tensor) -> Preprocessing | None:
-    """`known` for a model that takes inputs like `example`; whole numbers are pixels, of which nothing need be known."""
+    """`known` for a model that takes inputs like `example`; whole numbers are pixels, and need no mean."""
     if not example.is_floating_point():
         known = replace(known or Preprocessing((0.0,), (1.0,)), dtype=example.dtype)
     return None if known is None else replace(known, channels_last=is_channels_last(example.shape))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -38,15 +39,16 @@ class CoreMLNpu(Target):
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        program, expected = canonical(specialise(module, example_inputs)), reference(module, example_inputs)
+        inputs, notes = _as_core_ml_takes(example_inputs)
+        program, expected = canonical(specialise(module, inputs)), reference(module, example_inputs)
         subject = f"{name} for {self.name}"
         with tempfile.TemporaryDirectory() as folder:
             # The same conversion without float16, whose rounding would hide a small mistake of the converter.
             package = _convert(program, Path(folder), "FLOAT32")
-            exact = _check(f"{subject} as float32", package, example_inputs, expected, check.FLOAT32)
-        agreement = _check(subject, _convert(program, out, "FLOAT16"), example_inputs, expected, check.FLOAT16)
+            exact = _check(f"{subject} as float32", package, inputs, expected, check.FLOAT32)
+        agreement = _check(subject, _convert(program, out, "FLOAT16"), inputs, expected, check.FLOAT16)
         how = f"MIL program interpreted with float16 rounding; in float32 it is within {exact.max_abs_error:.2g}"
-        return self.artifact(name, out, agreement, check=how, schedule="Core ML's own")
+        return self.artifact(name, out, agreement, check=how, schedule="Core ML's own", notes=notes)
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
@@ -58,6 +60,17 @@ class CoreMLNpu(Target):
             return (_predictor(f"{name} in Core ML", module, example_inputs),)
         except AttnRewriteError as error:
             return (Run("core ml", None, None, None, str(error)),)
+
+
+_FOREIGN = (torch.uint8, torch.int8, torch.int16, torch.int64)
+
+
+def _as_core_ml_takes(inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
+    """The inputs in types that Core ML has, and a note for each that is another: bytes are given as 32-bit numbers."""
+    foreign = {place: tensor.dtype for place, tensor in enumerate(inputs) if tensor.dtype in _FOREIGN}
+    given = tuple(tensor.int() if place in foreign else tensor for place, tensor in enumerate(inputs))
+    names = ", ".join(f"{place} ({str(dtype).removeprefix('torch.')})" for place, dtype in foreign.items())
+    return given, (f"takes int32 for input {names}",) if names else ()
 
 
 def _convert(program: ExportedProgram, folder: Path, precision: str) -> Path:
@@ -98,12 +111,13 @@ def _check(
 
 def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> Run:
     """The module run by Core ML itself."""
+    taken, _ = _as_core_ml_takes(inputs)
     with tempfile.TemporaryDirectory() as folder:
-        package = _convert(canonical(specialise(module, inputs)), Path(folder), "FLOAT16")
+        package = _convert(canonical(specialise(module, taken)), Path(folder), "FLOAT16")
         size = size_bytes(package)
         model = _loaded(package)
     spec = model.get_spec().description
-    feed = dict(zip([given.name for given in spec.input], arrays(inputs), strict=True))
+    feed = dict(zip([given.name for given in spec.input], arrays(taken), strict=True))
     predicted = model.predict(feed)
     found = [predicted[output.name] for output in spec.output]
     agreement = check.agree(subject, found, reference(module, inputs), check.FLOAT16)

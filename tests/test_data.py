@@ -9,7 +9,7 @@ from PIL import Image
 
 from attnrewrite.data import load_images
 from attnrewrite.errors import InputError
-from attnrewrite.preprocessing import Preprocessing, channel_values, override, parse_size
+from attnrewrite.preprocessing import Preprocessing, as_taken, channel_values, image_size, override, parse_size
 
 PLAIN = Preprocessing((0.0,), (1.0,))
 SIZE = (3, 6, 8)
@@ -35,6 +35,15 @@ def test_an_npz_in_batches_normalised_with_its_labels(tmp_path: Path) -> None:
     wanted = (torch.from_numpy(x).permute(0, 3, 1, 2) / 255 - torch.tensor([0.5, 0.25, 0]).view(3, 1, 1)) / 0.5
     torch.testing.assert_close(torch.cat([pixels for pixels, _ in batches]), wanted, rtol=0, atol=1e-6)
     assert torch.cat([labels for _, labels in batches if labels is not None]).tolist() == [4, 3, 2, 1, 0]
+
+
+def test_a_model_that_takes_bytes_gets_the_pixels_channels_last(tmp_path: Path) -> None:
+    x = pixels(3, 6, 8, 3)
+    np.savez(tmp_path / "d.npz", x=x)
+    taken = as_taken(None, torch.zeros(1, 6, 8, 3, dtype=torch.uint8))
+    ((batch, _),) = load_images(tmp_path / "d.npz").batches(taken, 8, image_size((1, 6, 8, 3)))
+    assert batch.dtype == torch.uint8
+    assert np.array_equal(batch.numpy(), x)
 
 
 def test_grey_images_have_one_channel_and_no_labels(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_an_origin_loads_the_same_model_again(
     monkeypatch.chdir(tmp_path)
     again = origin.load()
     assert torch.equal(logits(again), logits(source))
-    assert asdict(again.preprocessing) == {"mean": [0.5], "std": [0.25], "crop": 1.0, "interpolation": "bicubic"}
+    assert again.preprocessing == Preprocessing([0.5], [0.25], 1.0, "bicubic")
     random = [load_source(f"{models_file}:vit", input_size=SIZE) for _ in range(2)]
     assert torch.equal(logits(random[0]), logits(random[1]))
 
@@ -278,6 +278,7 @@ BAD_SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 def test_bad_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     spec, make, message = BAD_SOURCES[case]
     if (library := spec.partition(":")[0]) in ("timm", "torchvision") and spec != "timm:":
+        import_torchvision()
         pytest.importorskip(library, reason=f"needs {library}")
     monkeypatch.chdir(tmp_path)
     make(tmp_path)
@@ -330,6 +331,7 @@ def test_timm_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_torchvision_by_name() -> None:
+    import_torchvision()
     pytest.importorskip("torchvision", reason="needs torchvision")
     source = load_source("torchvision:vit_b_32", input_size="3x64x64")
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
