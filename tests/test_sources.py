@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from attnrewrite._torchvision import import_torchvision
 from attnrewrite.errors import InputError
 from attnrewrite.preprocessing import Preprocessing
 from attnrewrite.sources import Origin, Source, load_source
