@@ -113,7 +113,10 @@ class Projection:
 
 @dataclass(frozen=True)
 class OutputProjection:
-    """The linear map that reads the heads' outputs: `columns` are its input channels in (head, channel) order."""
+    """The linear map that reads the heads' outputs: `columns` are its input channels in (head, channel) order.
+
+    `direct` says that nothing but data movement lies between (no activation, no normalisation of the heads' outputs).
+    """
 
     output: Operand
     weight: str
@@ -122,6 +125,7 @@ class OutputProjection:
     parameters: tuple[str, ...]
     transposed: bool = False
     normalization: Normalization | None = None
+    direct: bool = True
 
 
 @dataclass(frozen=True)

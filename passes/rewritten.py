@@ -168,7 +168,7 @@ def build_site(graph: GraphView, site: AttentionSite, form: Form) -> RewrittenSi
             values[role] = projection.input.value
         else:
             parts[role], values[role] = Read(operand), operand.value
-    if isinstance(site.output, OutputProjection):
+    if isinstance(site.output, OutputProjection) and site.output.direct:
         weight, bias = output_weights(graph, site.output)
         parts["output"] = ProjectedWrite(site.output.output.layout, _tensor(weight), _tensor(bias))  # type: ignore[arg-type]
     else:
@@ -179,7 +179,8 @@ def build_site(graph: GraphView, site: AttentionSite, form: Form) -> RewrittenSi
 def written_value(site: AttentionSite) -> str:
     """The value of the graph that the rewritten site replaces."""
     assert site.core is not None
-    return site.output.output.value if isinstance(site.output, OutputProjection) else site.core.output.value
+    mapped = isinstance(site.output, OutputProjection) and site.output.direct
+    return site.output.output.value if mapped else site.core.output.value  # type: ignore[union-attr]
 
 
 def _tensor(array: np.ndarray | None) -> Tensor | None:

@@ -7,8 +7,8 @@ import numpy as np
 
 from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
 from attnrewrite.patterns.grid import find_grid
-from attnrewrite.patterns.heads import Fold, Side, crosses_layout, fold_lead, operand
-from attnrewrite.patterns.projections import trace_output, trace_projection
+from attnrewrite.patterns.heads import Fold, Side, crosses_layout, crosses_pooling, fold_lead, operand
+from attnrewrite.patterns.projections import Tracers, trace_output, trace_projection
 from attnrewrite.patterns.relations import ancestors, common_scope, is_cross, region, uses_norm, uses_rotation
 from attnrewrite.patterns.scores import Added
 from attnrewrite.patterns.spelling import Spelling, spell_fused, spell_softmax
@@ -34,13 +34,16 @@ def scan(graph: GraphView, model: str) -> Scan:
 
 
 class _Reader:
-    """A graph with its two tracers: through data movement alone, and through all that keeps positions."""
+    """A graph with its tracers."""
 
     def __init__(self, graph: GraphView) -> None:
         self.graph = graph
         live = cast(GraphView, ComputedConstants(graph))
-        self.strict = Tracer(live)
-        self.layout = Tracer(live, lambda operation: crosses_layout(live, operation))
+        self.tracers = Tracers(
+            strict=Tracer(live),
+            layout=Tracer(live, lambda operation: crosses_layout(live, operation)),
+            pooled=Tracer(live, lambda operation: crosses_pooling(live, operation)),
+        )
 
     def read(self, value: str, number: int) -> AttentionSite | NearMiss:
         operation = self.graph.operation(value)
@@ -48,10 +51,11 @@ class _Reader:
         found = spell(self.graph, operation)
         if isinstance(found, NearMiss):
             return found
-        return _site(self.graph, self.strict, self.layout, _without_neutral(self.graph, found), number)
+        return _site(self.graph, self.tracers, _without_neutral(self.graph, found), number)
 
 
-def _site(graph: GraphView, strict: Tracer, layout: Tracer, found: Spelling, number: int) -> AttentionSite | NearMiss:
+def _site(graph: GraphView, tracers: Tracers, found: Spelling, number: int) -> AttentionSite | NearMiss:
+    strict, layout = tracers.strict, tracers.layout
     folded = fold_lead(graph, layout, found.query, found.key, found.value)
     if isinstance(folded, str):
         return NearMiss(
@@ -62,7 +66,7 @@ def _site(graph: GraphView, strict: Tracer, layout: Tracer, found: Spelling, num
             (found.anchor.value,),
         )
     query, key, value = (
-        trace_projection(graph, strict, layout, side, folded) for side in (found.query, found.key, found.value)
+        trace_projection(graph, tracers, side, folded) for side in (found.query, found.key, found.value)
     )
     output = trace_output(graph, found.output, folded)
     n_queries, head_dim = found.query.lines(np.empty(graph.shape(found.query.value), np.int8)).shape[1:]

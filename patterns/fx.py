@@ -187,7 +187,8 @@ class FxGraph:
             epsilon = next((a for a in reversed(producer.args) if isinstance(a, float)), 1e-5)
             return Operation(node.name, kind, name, inputs, {"style": style, "epsilon": epsilon})
         if kind == "reduce":
-            return Operation(node.name, kind, name, inputs, {"args": producer.args[1:]})
+            rank = len(self.shape(inputs[0])) if inputs else 0
+            return Operation(node.name, kind, name, inputs[:1], {"axes": _reduced_axes(name, producer, rank)})
         return Operation(node.name, kind, name, inputs)
 
     def _indexed_operation(self, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
@@ -264,6 +265,15 @@ def _tensor_arguments(node: Node) -> list[Node]:
     found: list[Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return [n for n in found if isinstance(n.meta.get("val"), Tensor | list | tuple)]
+
+
+def _reduced_axes(name: str, node: Node, rank: int) -> tuple[int, ...]:
+    """The axes that a plain reduction removes; none where its arguments say more than axes."""
+    if name not in ("sum", "mean", "amax", "amin", "max", "min"):
+        return ()
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    listed = [given] if isinstance(given, int) else given if isinstance(given, list | tuple) else range(rank)
+    return tuple(axis % rank for axis in listed if isinstance(axis, int)) if rank else ()
 
 
 def _scalar_attributes(node: Node) -> dict[str, object]:

@@ -32,9 +32,9 @@ class Operation:
     """One value of the graph and how it is made.
 
     `inputs` are the tensor operands. `attributes` by kind: softmax `axis`; map `scalar` and `position` (a Python
-    number that stands beside the one tensor operand, and on which side); linear `transposed`; conv `pointwise`,
-    `depthwise`; move `directed_by`: the operands (not among `inputs`) whose values say what is read, if the input of
-    the graph decides them; norm `style` ("batch" or other), `epsilon`; sdpa `scale`, `causal`, `mask`.
+    number that stands beside the one tensor operand, and on which side); reduce `axes`; linear `transposed`; conv
+    `pointwise`, `depthwise`; move `directed_by`: the operands (not among `inputs`) whose values say what is read, if
+    the input of the graph decides them; norm `style` ("batch" or other), `epsilon`; sdpa `scale`, `causal`, `mask`.
     """
 
     value: str

@@ -25,6 +25,14 @@ def crosses_layout(graph: GraphView, operation: Operation) -> Crossed | None:
     return None
 
 
+def crosses_pooling(graph: GraphView, operation: Operation) -> Crossed | None:
+    """What `crosses_layout` does, and reductions over tokens: a pooled token stands for the first of its tokens."""
+    axes = operation.attributes.get("axes", ())
+    if operation.kind == "reduce" and axes and len(graph.shape(operation.inputs[0])) > len(axes):  # type: ignore[arg-type]
+        return Crossed(operation.inputs[0])
+    return crosses_layout(graph, operation)
+
+
 @dataclass(frozen=True)
 class Coordinates:
     """Channel and token of every element of an operand, arranged as [lead, tokens, channels] of the product."""

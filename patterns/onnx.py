@@ -236,9 +236,20 @@ class OnnxGraph:
         if kind == "norm":
             epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
             return Operation(value, kind, name, inputs, {"style": name, "epsilon": epsilon})
-        if kind in ("pool", "reduce"):
+        if kind == "reduce":
+            return Operation(value, kind, name, inputs[:1], {"axes": self._reduced_axes(node, inputs)})
+        if kind == "pool":
             return Operation(value, kind, name, inputs[:1])
         return Operation(value, kind, name, inputs, {"quantized": True} if node.op_type in QUANTISED else {})
+
+    def _reduced_axes(self, node: ir.Node, inputs: tuple[str, ...]) -> tuple[int, ...]:
+        rank = len(self.shape(inputs[0]))
+        given: Sequence[int] = range(rank)
+        if "axes" in node.attributes:
+            given = node.attributes["axes"].as_ints()
+        elif len(inputs) > 1:
+            given = self.constant(inputs[1]).reshape(-1).tolist() if self.is_constant(inputs[1]) else ()
+        return tuple(axis % rank for axis in given)
 
     def _movement(self, value: str, node: ir.Node, name: str) -> Operation:
         moved = self._moved(node)

@@ -19,18 +19,30 @@ def is_map(graph: GraphView, operation: Operation) -> bool:
     return False
 
 
-def trace_projection(
-    graph: GraphView, strict: Tracer, layout: Tracer, side: Side, folded: Fold
-) -> Projection | Untraced:
-    """The projection that makes one operand, directly or through normalisation and rotation."""
-    exact = strict.trace(side.value)
-    direct = _from_map(graph, strict, side, folded, exact)
+@dataclass(frozen=True)
+class Tracers:
+    """Tracers of one graph, each through more than the last: data movement alone; all that keeps positions as well,
+    such as normalisation and rotation; the pooling of tokens as well."""
+
+    strict: Tracer
+    layout: Tracer
+    pooled: Tracer
+
+
+def trace_projection(graph: GraphView, tracers: Tracers, side: Side, folded: Fold) -> Projection | Untraced:
+    """The projection that makes one operand, directly or through normalisation, rotation and pooling."""
+    exact = tracers.strict.trace(side.value)
+    direct = _from_map(graph, tracers.strict, side, folded, exact)
     if isinstance(direct, Projection):
         return direct
-    loose = _from_map(graph, strict, side, folded, layout.trace(side.value))
-    if isinstance(loose, Projection):
-        return replace(loose, direct=False, factor=1.0)
-    return direct if exact.source is None else loose
+    through = [
+        _from_map(graph, tracers.strict, side, folded, tracer.trace(side.value))
+        for tracer in (tracers.layout, tracers.pooled)
+    ]
+    for found in through:
+        if isinstance(found, Projection) and len(set(found.rows)) > 1:
+            return replace(found, direct=False, factor=1.0)
+    return direct if exact.source is None else through[0]
 
 
 def _from_map(graph: GraphView, strict: Tracer, side: Side, folded: Fold, origin: Provenance) -> Projection | Untraced:
@@ -103,12 +115,15 @@ def _positions_as_operand(graph: GraphView, operation: Operation, value: str, pl
 
 @dataclass(frozen=True)
 class _Reached:
+    """The map that reads a site's output, the values passed on the way, and whether these only moved the data."""
+
     operation: Operation
     path: tuple[str, ...]
+    direct: bool
 
 
 def trace_output(graph: GraphView, output: Side, folded: Fold) -> OutputProjection | Untraced:
-    """The map that reads the heads' outputs, when nothing but data movement lies between."""
+    """The map that reads the heads' outputs, through data movement, activations and normalisation."""
     reached = _follow(graph, output.value)
     if isinstance(reached, Untraced):
         return reached
@@ -144,21 +159,31 @@ def trace_output(graph: GraphView, output: Side, folded: Fold) -> OutputProjecti
         columns=tuple(int(c) for c in columns),
         parameters=tuple(p for weight in operation.inputs[1:] for p in parameters_of(graph, weight)),
         transposed=bool(operation.attributes.get("transposed", False)),
+        direct=reached.direct,
     )
 
 
 def _follow(graph: GraphView, value: str) -> _Reached | Untraced:
     path: list[str] = []
+    direct = True
     while True:
         users = graph.users(value)
         if len(users) != 1:
             return Untraced("read-twice", f"its output is read by {len(users)} operations")
         operation = graph.operation(users[0])
         if is_map(graph, operation) and operation.inputs[0] == value:
-            return _Reached(operation, tuple(path))
+            return _Reached(operation, tuple(path), direct)
         factor = constant_factor(graph, operation)
         moved = operation.kind == "move" and len(operation.inputs) == 1
         if not moved and not (factor is not None and factor.factor == 1.0):
-            return Untraced("no-output-map", f"its output passes through {operation.name} before any linear map")
+            if not _keeps_positions(graph, operation, value):
+                return Untraced("no-output-map", f"its output passes through {operation.name} before any linear map")
+            direct = False
         value = operation.value
         path.append(value)
+
+
+def _keeps_positions(graph: GraphView, operation: Operation, value: str) -> bool:
+    """Whether an operation acts on each element, or normalises, with nothing but constants beside `value`."""
+    alone = all(operand == value or graph.is_constant(operand) for operand in operation.inputs)
+    return operation.kind in ("map", "norm") and alone and graph.shape(operation.value) == graph.shape(value)

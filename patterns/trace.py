@@ -115,9 +115,14 @@ class Tracer:
     def _broadcast(self, index: np.ndarray, value: str) -> np.ndarray:
         """Index of an operand as index of the result: broadcast, or nearest where positions were pooled."""
         shape = self._graph.shape(value)
+        operation = self._graph.operation(value)
+        if operation.kind == "reduce":
+            for axis in operation.attributes["axes"]:  # type: ignore[attr-defined]
+                index = np.take(index, [0], axis=axis)
+            return index.reshape(shape)
         if index.shape == shape:
             return index
-        if index.ndim == len(shape) and index.shape[:2] == shape[:2] and self._graph.operation(value).kind != "map":
+        if index.ndim == len(shape) and index.shape[:2] == shape[:2] and operation.kind != "map":
             for axis in range(2, len(shape)):
                 steps = np.arange(shape[axis]) * index.shape[axis] // max(shape[axis], 1)
                 index = np.take(index, steps, axis=axis)

@@ -216,6 +216,11 @@ def with_parameters(parts: dict[str, Any], **shapes: tuple[int, ...]) -> Callabl
     return lambda: parts | {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
 
 
+def pooled_queries(m: Any, x: Tensor) -> Tensor:
+    query = heads(m.q(x)).unflatten(2, (3, TOKENS // 3)).amax(dim=2)
+    return m.proj(merged(attend(query, heads(m.k(x)), heads(m.v(x)))))
+
+
 SPELLINGS = [
     Spelling("packed", packed, lambda m, x: m.proj(merged(attend(*unpacked(m, x))))),
     Spelling("separate", separate, lambda m, x: m.proj(merged(attend(heads(m.q(x)), heads(m.k(x)), heads(m.v(x)))))),
@@ -235,6 +240,17 @@ SPELLINGS = [
         lambda m, x: m.proj(merged(F.scaled_dot_product_attention(*unpacked(m, x), attn_mask=m.table))),
         {"bias": "constant"},
     ),
+    Spelling(
+        "activation before the output map",
+        packed,
+        lambda m, x: m.proj(F.hardswish(merged(attend(*unpacked(m, x))))),
+    ),
+    Spelling(
+        "norm before the output map",
+        lambda: packed() | {"norm": nn.LayerNorm(WIDTH)},
+        lambda m, x: m.proj(m.norm(merged(attend(*unpacked(m, x))))),
+    ),
+    Spelling("pooled queries", separate, pooled_queries, {"n_queries": TOKENS // 3}),
     Spelling("folded heads", separate, folded_heads),
     Spelling("head before batch", separate, head_before_batch),
     Spelling("keys as rows", packed, keys_as_rows),
