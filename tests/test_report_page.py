@@ -1,54 +1,22 @@
 """The report's page in a real browser, at a phone's width and at a desk's, in light and in dark."""
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from comparisons import COMPARISON, LONG
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
-PHONE, DESK = 360, 1280
-ARGUMENTS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--no-first-run",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-)
+from pages import CONTRAST, DESK, PHONE, headless, show
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    for tool, found in (("chromium", BROWSER), ("chromedriver", DRIVER)):
-        if found is None:
-            pytest.skip(f"{tool} is not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in ARGUMENTS:
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with headless() as driver:
+        yield driver
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return COMPARISON.to_html(tmp_path_factory.mktemp("page") / "report.html").as_uri()
-
-
-def show(browser: Any, page: str, width: int, scheme: str = "light") -> None:
-    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width == PHONE}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    browser.get(page)
 
 
 @pytest.mark.parametrize("width", [PHONE, DESK])
@@ -105,25 +73,3 @@ def test_light_and_dark_are_both_readable(browser: Any, page: str) -> None:
     light, dark = contrasts["light"], contrasts["dark"]
     assert light["background"] != dark["background"]
     assert min(*light["ratios"], *dark["ratios"]) >= 4.5
-
-
-# The WCAG contrast of every text against what is painted behind it.
-CONTRAST = """
-    const channels = colour => colour.match(/[\\d.]+/g).map(Number);
-    const light = colour => channels(colour).slice(0, 3)
-        .map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
-        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-    const behind = e => {
-        const colour = getComputedStyle(e).backgroundColor;
-        return channels(colour)[3] === 0 ? behind(e.parentElement) : colour;
-    };
-    const texts = [...document.querySelectorAll("body *")].filter(e => !e.closest("svg")
-        && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()));
-    return {
-        background: getComputedStyle(document.body).backgroundColor,
-        ratios: texts.map(e => {
-            const [a, b] = [light(getComputedStyle(e).color), light(behind(e))].sort((x, y) => y - x);
-            return (a + 0.05) / (b + 0.05);
-        }),
-    };
-"""
