@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from attnrewrite.cli_app import app, command
-from attnrewrite.cli_options import BudgetOptions, ModelOptions, RunOptions
+from attnrewrite.cli_options import ModelOptions, RunOptions
 from attnrewrite.cli_output import Outcome, bars, conversion_table, evaluation_table, scan_data, scan_table, table
 from attnrewrite.errors import InputError, unknown_name
 from attnrewrite.files import check_free, check_free_file, staged, write_file
