@@ -102,14 +102,14 @@ def inductor(subject: Subject) -> list[Found]:
 
     found: list[Found] = []
 
-    def compile_nothing(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        joint_graph_passes(graph)
-        calls = [node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
+    def compile_nothing(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        joint_graph_passes(gm)
+        calls = [node for node in gm.graph.nodes if "scaled_dot_product" in str(node.target)]
         calls = [node for node in calls if "getitem" not in str(node.target)]
         found.extend(_fx_sizes(node) for node in calls)
-        return make_boxed_func(graph.forward)
+        return make_boxed_func(gm.forward)
 
-    flat = _Flat(subject.exported().module(check_guards=False))
+    flat: Any = _Flat(subject.exported().module(check_guards=False))
     with torch.no_grad():
         aot_module_simplified(
             flat, subject.inputs, fw_compiler=compile_nothing, inference_compiler=compile_nothing,
@@ -143,9 +143,8 @@ def openvino(subject: Subject) -> list[Found]:
 
     model = openvino.convert_model(str(subject.onnx_file()))
     fused = [op for op in model.get_ordered_ops() if op.get_type_name() == "ScaledDotProductAttention"]
-    return [
-        Found(*(_length(op.input_value(place).get_partial_shape().to_string(), -2) for place in (0, 1))) for op in fused
-    ]
+    shapes = [[op.input_value(place).get_partial_shape().to_string() for place in (0, 1)] for op in fused]
+    return [Found(_length(query, -2), _length(key, -2)) for query, key in shapes]
 
 
 PEERS = {
@@ -184,8 +183,8 @@ class _Flat(nn.Module):
 
 def _fx_sizes(node: torch.fx.Node) -> Found:
     values = [argument.meta.get("val") for argument in node.args[:2] if isinstance(argument, torch.fx.Node)]
-    sizes = [int(value.shape[-2]) if isinstance(value, Tensor) else None for value in values]
-    return Found(*sizes) if len(sizes) == 2 else Found()
+    sizes = [int(value.shape[-2]) for value in values if isinstance(value, Tensor)]
+    return Found(sizes[0], sizes[1]) if len(sizes) == 2 else Found()
 
 
 def _ir_sizes(node: Any) -> Found:
@@ -194,7 +193,7 @@ def _ir_sizes(node: Any) -> Found:
     if node.op_type == "Attention" or any(shape is None or len(shape) not in (3, 4) for shape in shapes):
         return Found()
     sizes = [shape[-2] for shape in shapes if shape is not None]
-    return Found(*sizes) if all(isinstance(size, int) for size in sizes) else Found()
+    return Found(sizes[0], sizes[1]) if all(isinstance(size, int) for size in sizes) else Found()
 
 
 def _length(shape: str, axis: int) -> int | None:

@@ -183,9 +183,10 @@ class Recorder(TorchFunctionMode):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         products = [mark for mark in marks if isinstance(mark, Product)]
         whole = [product for product in products if product.elements == scores.numel()]
-        product = (whole or products or [None])[0]
-        self.seen.append(Softmax(self.module, product, scores.shape[dim], image_changes(scores, (dim,))))
-        return frozenset({self.seen[-1]})
+        product = next(iter(whole + products), None)
+        seen = Softmax(self.module, product, scores.shape[dim], image_changes(scores, (dim,)))
+        self.seen.append(seen)
+        return frozenset({seen})
 
     def _fused(self, name: str, given: list[Tensor], args: Any, kwargs: Any, made: Tensor) -> Marks:
         query, key, value = (args[place] if len(args) > place else kwargs[role] for place, role in enumerate(ROLES))

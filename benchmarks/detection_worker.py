@@ -39,6 +39,7 @@ def run(model: str, peers: list[str], folder: Path, tell: Callable[[dict[str, An
     def step(name: str, key: str, make: Callable[[], Any]) -> bool:
         tell({"model": model, "begins": name})
         started = time.perf_counter()
+        result: dict[str, Any]
         try:
             result = {key: [dataclasses.asdict(item) for item in make()]}
         except Failed as error:

@@ -1,5 +1,9 @@
-"""timm: the widest choice of vision attention, and of what only looks like it. `target` is a name of its registry."""
+"""timm: the widest choice of vision attention, and of what only looks like it.
 
+`target` is a name of its registry, or module:class.
+"""
+
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -15,12 +19,9 @@ TABLE = {
     "vit_registers": Recipe("vit_small_patch14_reg4_dinov2", (3, 56, 56), {**VIT, "img_size": 56}),
     "vit_attention_pool": Recipe("vit_base_patch16_siglip_224", IMAGE, VIT),
     "vit_shared_relative": Recipe("vit_srelpos_small_patch16_224", IMAGE, VIT),
-    "vit_rope": Recipe("vit_medium_patch16_rope_reg1_gap_256", IMAGE, VIT),
     "vit_rope_mixed": Recipe("vit_small_patch16_rope_mixed_224", IMAGE, VIT),
     "vit_perception": Recipe("vit_pe_core_tiny_patch16_384", IMAGE, VIT),
     "eva02": Recipe("eva02_tiny_patch14_224", (3, 56, 56), {**VIT, "img_size": 56}),
-    "beit3": Recipe("beit3_base_patch16_224", IMAGE, VIT),
-    "naflex": Recipe("naflexvit_base_patch16_gap", IMAGE, {"depth": 2, "embed_dim": 48, "num_heads": 3}),
     "naflex_map": Recipe("naflexvit_base_patch16_map", IMAGE, {"depth": 2, "embed_dim": 48, "num_heads": 3}),
     "deepseek": Recipe("deepseek_vit_412m", (3, 56, 56), {"depth": 2, "embed_dim": 48, "num_heads": 3}),
     "qwen3": Recipe("qwen3_vit_88m", IMAGE, {"depth": 2, "embed_dim": 48, "num_heads": 3}),
@@ -32,21 +33,30 @@ TABLE = {
     ),
     "vitamin": Recipe("vitamin_small_224", IMAGE, {"img_size": 64, "depth": 2}),
     # stages, windows, grids
-    "swin_s3": Recipe(
-        "swin_s3_tiny_224", (3, 224, 224), {"embed_dim": 24, "depths": (2, 2, 1, 1), "num_heads": (1, 2, 3, 4)}
-    ),
     "swin_v2": Recipe(
         "swinv2_tiny_window8_256", (3, 256, 256), {"embed_dim": 24, "depths": (2, 2), "num_heads": (2, 3)}
     ),
-    "hiera": Recipe("hiera_tiny_224", (3, 224, 224), {"embed_dim": 24, "stages": (1, 2, 2, 1)}),
     "hiera_segment": Recipe(
         "sam2_hiera_tiny", (3, 128, 128), {"embed_dim": 24, "stages": (1, 2, 3, 1), "global_att_blocks": (4,)}
     ),
-    "gc_vit": Recipe("gcvit_xxtiny", (3, 224, 224), {"window_ratio": (32, 32, 16, 32)}),
-    "maxvit": Recipe("maxvit_pico_rw_256", (3, 128, 128), {"img_size": 128}),
+    "gc_vit": Recipe(
+        "gcvit:GlobalContextVit",
+        (3, 224, 224),
+        {"embed_dim": 32, "depths": (1, 2, 1, 1), "num_heads": (1, 2, 4, 8), "window_ratio": (32, 32, 16, 32)},
+    ),
     "maxxvit": Recipe("maxxvit_rmlp_nano_rw_256", (3, 128, 128), {"img_size": 128}),
     "pvt_v2": Recipe("pvt_v2_b0", IMAGE, {"depths": (1, 1, 1, 1)}),
-    "volo": Recipe("volo_d1_224", IMAGE, {"img_size": 64}),
+    "volo": Recipe(
+        "volo:VOLO",
+        IMAGE,
+        {
+            "img_size": 64,
+            "layers": (1, 1, 1, 1),
+            "embed_dims": (24, 48, 48, 48),
+            "num_heads": (2, 3, 3, 3),
+            "stem_hidden_dim": 16,
+        },
+    ),
     "caformer": Recipe("caformer_s18", IMAGE),
     # convolutional projections
     "mobilevit": Recipe("mobilevit_xxs", IMAGE),
@@ -72,13 +82,10 @@ TABLE = {
     "global_context": Recipe("gcresnext26ts", IMAGE),
     "bilinear_attention": Recipe("bat_resnext26ts", (3, 256, 256)),
     "split_attention": Recipe("resnest26d", IMAGE),
-    "selective_kernel": Recipe("skresnet34", IMAGE),
+    "selective_kernel": Recipe("skresnet18", IMAGE),
     "sequencer": Recipe("sequencer2d_s", IMAGE, {"img_size": 64, "layers": (1, 1, 1, 1)}),
     "resmlp": Recipe("resmlp_12_224", IMAGE, {"img_size": 64}),
-    "convmixer": Recipe("convmixer_768_32", IMAGE),
     "convnext": Recipe("convnext_atto", IMAGE),
-    "inception_next": Recipe("inception_next_atto", IMAGE),
-    "ghostnet": Recipe("ghostnetv2_100", IMAGE),
     "pooling": Recipe("poolformerv2_s12", IMAGE),
 }
 
@@ -89,5 +96,10 @@ def make(recipe: Recipe) -> nn.Module:
     from timm.layers import set_fused_attn
 
     set_fused_attn(False)
-    model: nn.Module = timm.create_model(recipe.target, pretrained=False, **recipe.arguments)
+    module, _, name = recipe.target.rpartition(":")
+    model: nn.Module = (
+        getattr(import_module(f"timm.models.{module}"), name)(**recipe.arguments)
+        if module
+        else timm.create_model(recipe.target, pretrained=False, **recipe.arguments)
+    )
     return model

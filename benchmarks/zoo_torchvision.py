@@ -46,7 +46,6 @@ TABLE = {
     "resnext": Recipe("resnet:resnext50_32x4d", IMAGE),
     "efficientnet": Recipe("efficientnet:efficientnet_b0", IMAGE),
     "regnet": Recipe("regnet:regnet_y_400mf", IMAGE),
-    "shufflenet": Recipe("shufflenetv2:shufflenet_v2_x0_5", IMAGE),
     "squeezenet": Recipe("squeezenet:squeezenet1_1", IMAGE),
 }
 

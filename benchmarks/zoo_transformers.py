@@ -1,5 +1,6 @@
 """transformers: encoders, detectors and video models. `target` is model:configuration."""
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ DETECTOR: dict[str, Any] = {
     "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 10,
 }  # fmt: skip
 IMAGE = (3, 64, 64)
+GIVEN_AS = ("pixel_values", "pixel_values_videos", "inputs", "inputs_embeds")
 
 TABLE = {
     "dinov2": Recipe("Dinov2Model:Dinov2Config", IMAGE, {**VIT, "use_swiglu_ffn": True}),
@@ -39,7 +41,6 @@ TABLE = {
     "timesformer": Recipe("TimesformerModel:TimesformerConfig", (4, 3, 32, 32), VIDEO),
     "beit": Recipe("BeitModel:BeitConfig", IMAGE, {**VIT, "use_relative_position_bias": True}),
     "yolos": Recipe("YolosModel:YolosConfig", IMAGE, {**VIT, "image_size": [64, 64], "num_detection_tokens": 5}),
-    "msn": Recipe("ViTMSNModel:ViTMSNConfig", IMAGE, VIT),
     "mobilevit": Recipe("MobileViTModel:MobileViTConfig", IMAGE, {"hidden_sizes": [24, 32, 40]}),
     "mobilevit_separable": Recipe("MobileViTV2Model:MobileViTV2Config", IMAGE, {"width_multiplier": 0.5}),
     "cvt": Recipe("CvtModel:CvtConfig", IMAGE, {"embed_dim": [16, 32, 48], "num_heads": [1, 2, 3], "depth": [1, 2, 3]}),
@@ -69,16 +70,11 @@ TABLE = {
             "pretrain_image_size": 56,
         },
     ),
-    "owl": Recipe("OwlViTVisionModel:OwlViTVisionConfig", IMAGE, VIT),
-    "flava": Recipe("FlavaImageModel:FlavaImageConfig", IMAGE, VIT),
     "intern": Recipe(
         "InternVLVisionModel:InternVLVisionConfig",
         IMAGE,
         {**VIT, "image_size": [64, 64], "patch_size": [16, 16], "use_qk_norm": True},
     ),
-    "mlcd": Recipe("MLCDVisionModel:MLCDVisionConfig", IMAGE, VIT),
-    "janus": Recipe("JanusVisionModel:JanusVisionConfig", IMAGE, VIT),
-    "pixio": Recipe("PixioModel:PixioConfig", IMAGE, VIT),
     "aimv2": Recipe("Aimv2VisionModel:Aimv2VisionConfig", IMAGE, VIT),
     "llama4": Recipe(
         "Llama4VisionModel:Llama4VisionConfig",
@@ -92,7 +88,9 @@ TABLE = {
         },
     ),
     "prism": Recipe(
-        "VideoPrismVisionModel:VideoPrismVisionConfig", (4, 3, 32, 32), {**VIDEO, "tubelet_size": [1, 16, 16]}
+        "VideoPrismVisionModel:VideoPrismVisionConfig",
+        (4, 3, 32, 32),
+        {**VIDEO, "tubelet_size": [1, 16, 16], "num_spatial_layers": 1, "num_temporal_layers": 1},
     ),
     "hiera": Recipe(
         "HieraModel:HieraConfig",
@@ -103,11 +101,6 @@ TABLE = {
         "Swin2SRModel:Swin2SRConfig",
         (3, 32, 32),
         {"image_size": 32, "embed_dim": 24, "depths": [2], "num_heads": [3], "window_size": 8},
-    ),
-    "swin_maskformer": Recipe(
-        "MaskFormerSwinModel:MaskFormerSwinConfig",
-        IMAGE,
-        {"image_size": 64, "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 3], "window_size": 4},
     ),
     "perceiver": Recipe(
         "PerceiverModel:PerceiverConfig",
@@ -124,7 +117,6 @@ TABLE = {
     ),
     "conditional_detr": Recipe("ConditionalDetrModel:ConditionalDetrConfig", IMAGE, DETECTOR),
     "deformable_detr": Recipe("DeformableDetrModel:DeformableDetrConfig", IMAGE, {**DETECTOR, "num_feature_levels": 2}),
-    "table": Recipe("TableTransformerModel:TableTransformerConfig", IMAGE, DETECTOR),
     "mixture_of_experts": Recipe(
         "MixtralModel:MixtralConfig",
         (16, 48),
@@ -134,9 +126,6 @@ TABLE = {
         "Qwen3Model:Qwen3Config",
         (16, 48),
         {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 32},
-    ),
-    "convnext_v2": Recipe(
-        "ConvNextV2Model:ConvNextV2Config", IMAGE, {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
     ),
     "regnet": Recipe(
         "RegNetModel:RegNetConfig", IMAGE, {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1], "groups_width": 8}
@@ -150,11 +139,11 @@ class Called(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        taken = inspect.signature(model.forward).parameters
+        self.name = next(name for name in GIVEN_AS if name in taken)
 
     def forward(self, given: Tensor) -> tuple[Tensor, ...]:
-        embedded = given.dim() == 3 and self.model.main_input_name == "input_ids"
-        name = "inputs_embeds" if embedded else self.model.main_input_name
-        out = self.model(**{name: given}, return_dict=True)
+        out = self.model(**{self.name: given}, return_dict=True)
         return tuple(value for value in out.to_tuple() if isinstance(value, Tensor))
 
 
@@ -166,9 +155,8 @@ def make(recipe: Recipe) -> nn.Module:
     name, configuration = recipe.target.split(":")
     config = getattr(transformers, configuration)(**recipe.arguments)
     if hasattr(config, "backbone_config"):
-        config.backbone_config = transformers.ResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], layer_type="basic",
-            out_features=["stage3", "stage4"] if "num_feature_levels" in recipe.arguments else ["stage4"]
-        )  # fmt: skip
+        stages = ["stage3", "stage4"] if "num_feature_levels" in recipe.arguments else ["stage4"]
+        small: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
+        config.backbone_config = transformers.ResNetConfig(**small, layer_type="basic", **{"out_features": stages})
     config._attn_implementation = "eager"
     return Called(getattr(transformers, name)(config))

@@ -61,17 +61,11 @@ TABLE = {
     "regionvit": Recipe(
         "regionvit:RegionViT", (3, 224, 224), {"dim": (16, 32, 48, 64), "depth": (1, 1, 1, 1), "num_classes": 5}
     ),
-    "max_vit": Recipe(
-        "max_vit:MaxViT",
-        (3, 112, 112),
-        {"num_classes": 5, "dim": 32, "dim_conv_stem": 16, "dim_head": 16, "depth": (1, 1), "window_size": 7},
-    ),
     "max_vit_registers": Recipe(
         "max_vit_with_registers:MaxViT",
         (3, 112, 112),
         {"num_classes": 5, "dim": 32, "dim_conv_stem": 16, "dim_head": 16, "depth": (1, 1), "window_size": 7},
     ),
-    "parallel_vit": Recipe("parallel_vit:ViT", IMAGE, VIT),
     "nest": Recipe(
         "nest:NesT",
         IMAGE,
@@ -100,14 +94,10 @@ TABLE = {
     ),
     "flash": Recipe("simple_flash_attn_vit:SimpleViT", IMAGE, VIT),
     "fft": Recipe("simple_vit_with_fft:SimpleViT", IMAGE, {**VIT, "freq_patch_size": 8}),
-    "registers": Recipe("simple_vit_with_register_tokens:SimpleViT", IMAGE, VIT),
     "hyper_connections": Recipe(
         "simple_vit_with_hyper_connections:SimpleViT", IMAGE, {**VIT, "num_residual_streams": 2}
     ),
     "one_dimension": Recipe("vit_1d:ViT", (3, 64), {"seq_len": 64, "patch_size": 8, **SMALL}),
-    "three_dimensions": Recipe(
-        "vit_3d:ViT", VIDEO, {"image_size": 32, "image_patch_size": 16, "frames": 4, "frame_patch_size": 2, **SMALL}
-    ),
     "vit_5": Recipe("vit_5:ViT", IMAGE, VIT),
     "detection_pool": Recipe("vit_detpool:ViTDetPool", IMAGE, VIT),
     "jumbo": Recipe("jumbo_vit:JumboViT", IMAGE, {**VIT, "jumbo_cls_k": 2}),
@@ -134,14 +124,10 @@ TABLE = {
             "use_flash_attn": False,
         },
     ),
-    "u_shaped": Recipe("simple_uvit:SimpleUViT", IMAGE, VIT),
-    "keel": Recipe("vit_with_keel_post_ln:ViT", IMAGE, VIT),
     "relative_projected": Recipe("simple_vit_with_relative_proj_pos_bias:SimpleViT", IMAGE, VIT),
     "depth_attention": Recipe("simple_vit_attn_residual:SimpleViTAttnResidual", IMAGE, VIT),
     "dca": Recipe("attn_residual_with_dca_simple_vit:SimpleViT", IMAGE, VIT),
     "sparse_gating": Recipe("simple_vit_with_sparse_gating:SimpleViTWithSparseGating", IMAGE, VIT),
-    "specialised_class": Recipe("simple_vit_with_specialized_cls:SimpleViT", IMAGE, VIT),
-    "orthogonal_residual": Recipe("simple_vit_orthog_residual_update:SimpleViT", IMAGE, VIT),
 }
 
 
