@@ -1,4 +1,4 @@
-"""The seven commands. Heavy imports are inside them, so that help and usage errors come at once."""
+"""The commands. Heavy imports are inside them, so that help and usage errors come at once."""
 
 import re
 import shutil
@@ -10,42 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from attnrewrite.cli_app import app, command
+from attnrewrite.cli_explain import explain
 from attnrewrite.cli_options import ModelOptions, RunOptions
-from attnrewrite.cli_output import Outcome, bars, conversion_table, evaluation_table, scan_data, scan_table, table
+from attnrewrite.cli_output import Outcome, bars, conversion_table, evaluation_table, table
 from attnrewrite.errors import InputError, unknown_name
-from attnrewrite.files import check_free, check_free_file, staged, write_file
-from attnrewrite.pages import check_pages
+from attnrewrite.files import check_free, staged
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="The model: see attnrewrite --help.", show_default=False)]
 Out = Annotated[Path, typer.Option(help="A folder to write, which must not exist yet.", show_default=False)]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")]
-
-
-@command("attnrewrite explain timm:vit_tiny_patch16_224")
-def explain(
-    source: Source,
-    model: ModelOptions,
-    run: RunOptions,
-    graph: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the graph, its sites marked, as an HTML page.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the page if it exists.")] = False,
-) -> Outcome:
-    """Find every attention site, and every softmax that almost is one, and say which variants can stand there."""
-    if graph is not None:
-        check_free_file(graph, force=force)
-        check_pages()
-    api = _api(run)
-    view, scan = api.examine(source, **asdict(model))
-    supported = api.supported(scan)
-    nothing = f"attnrewrite: nothing matched: {scan.model} holds no attention that can be rewritten"
-    notes = [] if len(scan) else [nothing]
-    if graph is not None:
-        from attnrewrite.graph_page import graph_page
-
-        notes.append(_page(graph, graph_page(view, scan, supported), run, force=force))
-    shown = scan_table(scan, supported)
-    return Outcome(scan_data(scan, supported), shown, exit_code=0 if len(scan) else 3, note="; ".join(notes) or None)
 
 
 @command("attnrewrite convert model.py:vit --checkpoint vit.pth --calibrate images/ --variant l1 --out out/vit")
@@ -279,14 +252,6 @@ def _planned(scan: Any, variant: Any, keep: Sequence[str], out: Path) -> Outcome
     )
 
 
-def _page(out: Path, text: str, run: RunOptions, *, force: bool) -> str:
-    """Write a page unless this is a dry run; the note that says so."""
-    if run.dry_run:
-        return f"would write {out}; nothing was written"
-    write_file(out, text, force=force)
-    return f"written: {out}"
-
-
 def _would(what: str, **data: Any) -> Outcome:
     return Outcome({"dry_run": True, **data}, f"would {what}; nothing was done")
 
@@ -310,4 +275,4 @@ def _named(sources: Sequence[str]) -> dict[str, str]:
     return named
 
 
-__all__ = ["app"]
+__all__ = ["app", "explain"]

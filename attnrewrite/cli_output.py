@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from attnrewrite.evaluation import Evaluation
-    from attnrewrite.site import Scan
 
 
 @dataclass(frozen=True)
@@ -118,50 +117,6 @@ def table(title: str | None, columns: Mapping[str, str], rows: list[list[str]]) 
     for row in rows:
         built.add_row(*map(Text, row))
     return built
-
-
-def scan_data(scan: "Scan", supported: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """A scan as `explain --json` prints it."""
-    told = ("id", "name", "kind", "axis", "heads", "head_dim", "n_queries", "n_keys", "windowed", "scale", "bias")
-    return {
-        "model": scan.model,
-        "frontend": scan.frontend,
-        "sites": [{key: getattr(site, key) for key in told} | {"supported": dict(supported[site.id])} for site in scan],
-        "near_misses": [{"anchor": m.anchor, "reason": m.reason, "detail": m.detail} for m in scan.near_misses],
-    }
-
-
-def scan_table(scan: "Scan", supported: Mapping[str, Mapping[str, Any]]) -> "RenderableType":
-    """One line for each site, with the variants that can stand there, and one for each near miss."""
-    from rich.console import Group
-
-    sites = [
-        [
-            site.id,
-            site.name,
-            site.kind + (", windowed" if site.windowed else "") + (", channels" if site.axis == "channel" else ""),
-            str(site.heads),
-            f"{site.n_queries}x{site.n_keys}",
-            str(site.head_dim),
-            site.bias,
-            _supported(supported[site.id]),
-        ]
-        for site in scan
-    ]
-    columns = dict.fromkeys(("id", "name", "kind", "heads", "tokens", "head dim", "bias", "variants"), "left")
-    misses = [[miss.name, miss.anchor, miss.reason, miss.detail] for miss in scan.near_misses]
-    title = f"{scan.model}: {len(scan)} attention sites"
-    parts: list[Any] = [table(title, columns, sites) if sites else title]
-    if misses:
-        columns = dict.fromkeys(("name", "anchor", "reason", "detail"), "left")
-        parts.append(table(f"\nnear misses: {len(misses)}", columns, misses))
-    return Group(*parts)
-
-
-def _supported(variants: Mapping[str, Any]) -> str:
-    """'l1, relu-linear; not mobile (why)'."""
-    able = ", ".join(name for name, reason in variants.items() if reason is True) or "none"
-    return "; ".join([able, *(f"not {name} ({reason})" for name, reason in variants.items() if reason is not True)])
 
 
 def conversion_table(report: Mapping[str, Any], out: Path) -> "RenderableType":
