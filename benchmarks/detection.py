@@ -231,7 +231,8 @@ def report(run: Run, peers: Sequence[str]) -> dict[str, Any]:
         for model, scores in sorted(run.scores.items())
     }
     totals = {
-        peer: run.totals(peer) if PEERS[peer].version() else {"unavailable": f"{PEERS[peer].package} is not installed"}
+        peer: {"how": PEERS[peer].how, "version": PEERS[peer].version()}
+        | (run.totals(peer) if PEERS[peer].version() else {"unavailable": f"{PEERS[peer].package} is not installed"})
         for peer in peers
     }
     truth = {
