@@ -10,6 +10,7 @@ import typer
 from attnrewrite.cli_app import command
 from attnrewrite.cli_options import ModelOptions, RunOptions
 from attnrewrite.cli_output import Outcome, table
+from attnrewrite.errors import InputError
 from attnrewrite.files import check_free_file, write_file
 from attnrewrite.pages import check_pages
 
@@ -33,12 +34,20 @@ def explain(
     graph: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the graph, its sites marked, as an HTML page.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a page that exists.")] = False,
+    image: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A picture to run the model on, for --maps.")
+    ] = None,
+    maps: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lay what each site makes of --image over it, as an HTML page."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace pages that exist.")] = False,
 ) -> Outcome:
-    """Find every attention site, and every softmax that almost is one, and say which variants can stand there."""
-    if graph is not None:
-        check_free_file(graph, force=force)
-        check_pages()
+    """Find every attention site, and every softmax that almost is one, and say which variants can stand there.
+
+    With --image and --maps, a folder that convert wrote is shown beside the model it was made from.
+    """
+    _check_pages(graph, image, maps, force=force)
     import torch
 
     from attnrewrite import api
@@ -54,8 +63,31 @@ def explain(
         from attnrewrite.graph_page import graph_page
 
         notes.append(_written(graph, graph_page(view, scan, supported), run, force=force))
+    if maps is not None and image is not None:
+        from attnrewrite.maps import image_maps
+        from attnrewrite.maps_page import maps_page
+        from attnrewrite.sources import load_source
+
+        found = image_maps(load_source(source, **asdict(model)), image)
+        notes.append(_written(maps, maps_page(found), run, force=force))
     shown = scan_table(scan, supported)
     return Outcome(scan_data(scan, supported), shown, exit_code=0 if len(scan) else 3, note="; ".join(notes) or None)
+
+
+def _check_pages(graph: Path | None, image: Path | None, maps: Path | None, *, force: bool) -> None:
+    """Raise InputError, before any work, for pages that could not be made."""
+    if (image is None) != (maps is None):
+        raise InputError("--image FILE and --maps FILE belong together: the picture to read, and the page to write")
+    if image is not None:
+        from attnrewrite.pictures import check_picture
+
+        check_picture(image)
+    pages = [page for page in (graph, maps) if page is not None]
+    if len(pages) == 2 and graph == maps:
+        raise InputError(f"--graph and --maps are both {graph}: give each page a name of its own")
+    for page in pages:
+        check_free_file(page, force=force)
+        check_pages()
 
 
 def _written(out: Path, text: str, run: RunOptions, *, force: bool) -> str:

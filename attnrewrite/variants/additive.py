@@ -24,8 +24,13 @@ def additive_attention(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tens
     G = sum_n alpha_n q_n. The paper's equations 4-6 leave both normalisations out; its code and timm have them.
     """
     query, key = unit(query, 2), unit(key, 2)
-    alpha = unit(query @ weight, 1)
+    alpha = global_weights(query, weight)
     return (alpha.transpose(1, 2) @ query) * key, query
+
+
+def global_weights(query: Tensor, weight: Tensor) -> Tensor:
+    """alpha [B, N, 1]: each token's part in the global query, of l2 norm one, for unit queries [B, N, D]."""
+    return unit(query @ weight, 1)
 
 
 class AdditiveForm(Form):
@@ -51,6 +56,11 @@ class AdditiveForm(Form):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         context, token = self._attend(query, value)
         return split_heads(self.context(context) + self.final(token), value.shape[1])
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        """Each token's part in the global query, one map for all heads."""
+        query = unit(merge_heads(heads.value) + self.shift[0], 2)
+        return {"part in the global query": global_weights(query, self.weight).transpose(1, 2)}
 
     def _attend(self, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         slots = merge_heads(value) + self.shift[0], merge_heads(query) + self.shift[1]

@@ -44,6 +44,10 @@ class Form(nn.Module):
         `activations` may be called several times; each call streams the same batches again.
         """
 
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        """What this form makes of the tokens, for pictures: each map's name, and [B, maps, tokens]. By default none."""
+        return {}
+
     def resolve(self, variant: "Variant") -> "Variant":
         """`variant` with the choices that `refine` made (heads, rank), so that it builds this structure again."""
         return variant
@@ -51,6 +55,20 @@ class Form(nn.Module):
     def deploy(self) -> "Form":
         """The form that stands in a lowered model: what only training needs is folded or hardened away."""
         return self
+
+
+def summed_with(form: Form, heads: Heads) -> Tensor:
+    """The weights with which a form sums the values, [B, H, N, M]: what it makes of values that are each other's 0 and
+    their own 1. For forms that are linear in the value.
+    """
+    batch, count, keys, _ = heads.value.shape
+    own = torch.eye(keys, dtype=heads.value.dtype, device=heads.value.device)
+    return form(heads.query, heads.key, own.expand(batch, count, keys, keys), heads.bias)
+
+
+def received(form: Form, heads: Heads) -> dict[str, Tensor]:
+    """The map of a form that is linear in the value: the weight of each key, on average over the queries."""
+    return {"attention received": summed_with(form, heads).mean(2)}
 
 
 @dataclass(frozen=True)

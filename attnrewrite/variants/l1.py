@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form
+from attnrewrite.variants.base import Form, Heads
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
 from attnrewrite.variants.layout import merge_heads, safe, split_heads
 from attnrewrite.variants.linear import LinearVariant
@@ -26,6 +26,11 @@ def l1_attention(query: Tensor, key: Tensor, value: Tensor, order: Order = "auto
     return mean_product(query, key, value, order) / tokens
 
 
+def unit_l1(tokens: Tensor) -> Tensor:
+    """[B, H, N, d] of l1 norm one per channel over the tokens (SimA, equation 3)."""
+    return tokens / tokens.abs().sum(2, keepdim=True).clamp(min=safe(EPSILON, tokens.dtype))
+
+
 class L1Form(Form):
     """SimA on the heads. `centred` takes the mean off the keys and adds mean(v), which softmax has and SimA loses."""
 
@@ -40,6 +45,14 @@ class L1Form(Form):
             return self._attend(query, key, value)
         key = key - key.mean(2, keepdim=True)
         return self._attend(query, key, value) + value.mean(2, keepdim=True)
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        """The l2 norm of each token's normalised query and key, which says how much it weighs (SimA, section 4.7)."""
+        key = heads.key - heads.key.mean(2, keepdim=True) if self.centred else heads.key
+        parts = {"|query|": heads.query, "|key|": key}
+        if self.single_head:
+            parts = {name: merge_heads(part).unsqueeze(1) for name, part in parts.items()}
+        return {name: unit_l1(part).norm(dim=3) for name, part in parts.items()}
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not self.single_head:

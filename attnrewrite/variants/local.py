@@ -68,6 +68,9 @@ class LocalBranch(Form):
         stacked = torch.stack([self._image(form), mean, *shifted], dim=-1)
         return stacked.permute(1, 0, 2, 3, 4).reshape(image.shape[1], -1, 11)
 
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        return self.form.token_maps(heads)
+
     def resolve(self, variant: Variant) -> Variant:
         return self.form.resolve(variant)
 

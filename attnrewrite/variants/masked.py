@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite, Grid
-from attnrewrite.variants.base import Form, Heads, Variant
+from attnrewrite.variants.base import Form, Heads, Variant, summed_with
 from attnrewrite.variants.layout import image_grid, merge_heads, score_scale, split_heads, take_heads
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.neighbours import Neighbourhood
 from attnrewrite.variants.placement import count_by_error, heads_by_error, heads_by_locality
-from attnrewrite.variants.softmax import softmax_attention
+from attnrewrite.variants.softmax import FIRST, softmax_attention
 
 Placement = Literal["all", "paper-search", "error"]
 
@@ -79,6 +79,16 @@ class HardMask(nn.Module):
         return (weights.sum(3) + rest.squeeze(3) * seen / key.shape[2]).mean(2)
 
 
+def window_maps(form: Form, heads: Heads, mask: HardMask) -> dict[str, Tensor]:
+    """What a masked form's keys receive, what the first token sees where it is none of the image, and the window of the
+    token in the image's middle.
+    """
+    weights, grid = summed_with(form, heads), mask.near.grid
+    middle = grid.prefix + grid.rows // 2 * grid.columns + grid.columns // 2
+    first = {FIRST: weights[:, :, 0]} if grid.prefix else {}
+    return {"attention received": weights.mean(2), **first, "window of the middle token": weights[:, :, middle]}
+
+
 class MaskedForm(Form):
     """Hard masks on the heads `masked`, plain softmax on the others; `placement` says how calibration chooses them."""
 
@@ -117,6 +127,10 @@ class MaskedForm(Form):
         )
         order = (*self.masked, *free)
         return take_heads(both, [order.index(head) for head in range(self.heads)])
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        """The weight of each key, on average over the queries and in the window of the token in the image's middle."""
+        return window_maps(self, heads, self.mask)
 
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
@@ -164,6 +178,10 @@ class SoftMaskedForm(Form):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         alpha, dense = torch.sigmoid(self.logit), self.dense.to(query.dtype)
         return soft_masked_attention(query, key, value, self.mask.scale, dense, alpha, bias)
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        """As the hard form's."""
+        return window_maps(self, heads, self.mask)
 
     def deploy(self) -> Form:
         masked = (self.logit.flatten() < 0).nonzero().flatten().tolist()

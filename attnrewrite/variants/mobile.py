@@ -46,6 +46,14 @@ def features(x: Tensor, reading: Reading) -> Tensor:
     return torch.sigmoid(unit(x, 3))
 
 
+def competition(flows: Flows, reading: Reading) -> Tensor:
+    """What is left of each token's value in each head, [B, H, N, 1]: heads compete in the paper, tokens in the code."""
+    if reading == "paper":
+        return torch.softmax(flows.competed_outgoing, dim=1)
+    contest = flows.competed_outgoing.clamp(-1, 1).exp()
+    return contest / contest.mean(2, keepdim=True)
+
+
 def mobile_attention(query: Tensor, key: Tensor, value: Tensor, reading: Reading, order: Order = "auto") -> Tensor:
     """U of equation 7 for query, key [B, H, N, d] and value [B, H, N, e] of very small heads -> [B, H, N, e].
 
@@ -56,11 +64,7 @@ def mobile_attention(query: Tensor, key: Tensor, value: Tensor, reading: Reading
     query, key = features(query, reading), features(key, reading)
     epsilon = 0.0 if reading == "paper" else EPSILON
     flows = head_flows(query, key, epsilon)
-    if reading == "paper":
-        value = value * torch.softmax(flows.competed_outgoing, dim=1)
-    else:
-        contest = flows.competed_outgoing.clamp(-1, 1).exp()
-        value = value * (contest / contest.mean(2, keepdim=True))
+    value = value * competition(flows, reading)
     total = mean_product(query, key, value, order) * torch.sigmoid(flows.competed_incoming)
     if reading == "code":
         return total / flows.incoming * key.shape[2]
@@ -96,6 +100,15 @@ class MobileForm(Form):
         few = mobile_attention(query, key, few, self.reading, self.order)
         places = [self.kept.index(head) if head in self.kept else len(self.kept) for head in range(self.count)]
         return self._joined(take_heads(torch.cat([few, torch.zeros_like(value[:, :1])], dim=1), places), heads)
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        """The competition's weights, one map for each small head that takes part."""
+        query, key = (split_heads(merge_heads(part), self.count) for part in self.recut(heads.query, heads.key))
+        if self.kept is not None:
+            query, key = take_heads(query, self.kept), take_heads(key, self.kept)
+        epsilon = 0.0 if self.reading == "paper" else EPSILON
+        flows = head_flows(features(query, self.reading), features(key, self.reading), epsilon)
+        return {"competition weight": competition(flows, self.reading).squeeze(3)}
 
     @staticmethod
     def _joined(small: Tensor, heads: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Heads, Variant
+from attnrewrite.variants.base import Form, Heads, Variant, received
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product
 from attnrewrite.variants.layout import score_scale
 from attnrewrite.variants.least_squares import LeastSquares
@@ -96,6 +96,9 @@ class PolynomialForm(Form):
         for power in reversed(range(self.degree)):
             result = result * scores + terms[:, power]
         return result
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        return received(self, heads)
 
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from attnrewrite.variants.base import Form, Heads, Variant
-from attnrewrite.variants.softmax import softmax_attention
+from attnrewrite.variants.base import Form, Heads, Variant, summed_with
+from attnrewrite.variants.softmax import FIRST, SoftmaxForm, softmax_attention
 
 
 class ExactPrefix(Form):
@@ -23,6 +23,12 @@ class ExactPrefix(Form):
         exact = softmax_attention(query[:, :, : self.prefix], key, value, self.scale, rows)
         rest = self.form(query, key, value, bias)[:, :, self.prefix :]
         return torch.cat([exact, rest], dim=2)
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        """The form's own, and what the first token attends to."""
+        bias = None if heads.bias is None else heads.bias[..., :1, :]
+        row = Heads(heads.query[:, :, :1], heads.key, heads.value, bias)
+        return {**self.form.token_maps(heads), FIRST: summed_with(SoftmaxForm(self.scale), row)[:, :, 0]}
 
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         self.form.refine(activations)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Heads
+from attnrewrite.variants.base import Form, Heads, received
 from attnrewrite.variants.kernel import Order, cheaper_order, kernel_attention, product_multiplies
 from attnrewrite.variants.layout import score_scale
 from attnrewrite.variants.linear import LinearVariant
@@ -37,6 +37,9 @@ class KernelForm(Form):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         query, key = self.recut(query, key)
         return kernel_attention(self.feature_map(query), self.feature_map(key), value, EPSILON, self.order)
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        return received(self, heads)
 
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         self.recut.fit(activations(), self.scale, lambda maps: signed_pairs(maps, maps.shape[2], self.gain))

@@ -48,6 +48,10 @@ class SeparableForm(Form):
         context = context_vectors(self.latent(merge_heads(key)), merge_heads(value))
         return split_heads(F.relu(self.gate(merge_heads(query))) * context, value.shape[1])
 
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        """The context scores, one map a latent."""
+        return {"context scores": torch.softmax(self.latent(merge_heads(heads.key)), dim=1).transpose(1, 2)}
+
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         """Latents score keys as the mean query does; then the gate of each channel, from its own head's query, by

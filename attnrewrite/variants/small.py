@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Heads
+from attnrewrite.variants.base import Form, Heads, received
 from attnrewrite.variants.kernel import Order, cheaper_order, kernel_attention, mean_product, product_multiplies
 from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, unit
 from attnrewrite.variants.linear import LinearVariant
@@ -31,6 +31,9 @@ class HedgehogForm(Form):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         query, key = self.recut(query, key)
         return kernel_attention(self._features(query), self._features(key), value, 0.0, self.order)
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        return received(self, heads)
 
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         self.recut.fit(activations(), self.scale, lambda maps: maps * HEDGEHOG_GAIN)
@@ -66,6 +69,9 @@ class TaylorForm(Form):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         key = key - key.mean(2, keepdim=True)
         return value.mean(2, keepdim=True) + mean_product(query * self.scale, key, value, self.order)
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        return received(self, heads)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Heads, Variant
-from attnrewrite.variants.layout import score_scale
+from attnrewrite.variants.base import Form, Heads, Variant, summed_with
+from attnrewrite.variants.layout import prefix_queries, score_scale
+
+FIRST = "attention of the first token"
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
@@ -29,12 +31,13 @@ def with_outputs(batches: Iterable[Heads], scale: float) -> Iterator[tuple[Heads
 
 
 class SoftmaxForm(Form):
-    """The exact form; a causal site gets its mask back."""
+    """The exact form; a causal site gets its mask back. `prefix` tokens come before the image's (see `token_maps`)."""
 
-    def __init__(self, scale: float, causal: bool = False) -> None:
+    def __init__(self, scale: float, causal: bool = False, prefix: int = 0) -> None:
         super().__init__()
         self.scale = scale
         self.causal = causal
+        self.prefix = prefix
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.causal:
@@ -42,6 +45,12 @@ class SoftmaxForm(Form):
             later = later.triu(1)
             bias = later if bias is None else bias + later
         return softmax_attention(query, key, value, self.scale, bias)
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        """The weight of each key, on average over the queries, and to the first token where it is not the image's."""
+        weights = summed_with(self, heads)
+        first = {FIRST: weights[:, :, 0]} if self.prefix else {}
+        return {"attention received": weights.mean(2), **first}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +71,7 @@ class Softmax(Variant):
         return None
 
     def build(self, site: AttentionSite) -> Form:
-        return SoftmaxForm(score_scale(site), site.causal)
+        return SoftmaxForm(score_scale(site), site.causal, prefix_queries(site))
 
     def multiplies(self, site: AttentionSite) -> int:
         per_head = site.n_queries * site.n_keys * (site.head_dim + site.value_dim)
