@@ -1,8 +1,9 @@
 """From a model to the graph that is rewritten: torch.export, functionalised, batch left open where possible."""
 
+import io
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 
 import torch
@@ -111,12 +112,13 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
 
 @contextmanager
 def _without_torch_logs() -> Iterator[None]:
-    """torch.export logs whole graphs before it raises; the error alone is told."""
+    """torch.export logs and prints whole graphs before it raises; the error alone is told."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         logger.setLevel(level)
 

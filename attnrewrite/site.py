@@ -115,10 +115,11 @@ class Projection:
 class OutputProjection:
     """The linear map that reads the heads' outputs: `columns` are its input channels in (head, channel) order.
 
-    `direct` says that nothing but data movement lies between (no activation, no normalisation of the heads' outputs).
+    `output` is what it writes, as [batch, 1, tokens, channels]. `direct` says that this is known and that nothing but
+    data movement lies between (no activation, no normalisation of the heads' outputs, no other reader of them).
     """
 
-    output: Operand
+    output: Operand | None
     weight: str
     bias: str | None
     columns: tuple[int, ...]

@@ -157,8 +157,8 @@ def build_site(graph: GraphView, site: AttentionSite, form: Form) -> RewrittenSi
     parts: dict[str, nn.Module] = {}
     values: dict[str, str] = {}
     for role in ("query", "key", "value"):
-        projection, operand = getattr(site, role), getattr(site.core, role)
-        if isinstance(projection, Projection) and projection.direct and projection.input is not None:
+        projection, operand = _projection(site, role), getattr(site.core, role)
+        if projection is not None and projection.input is not None:
             weight, bias = projection_weights(graph, projection)
             scaled = (
                 None if array is None else array * np.asarray(projection.factor, array.dtype)
@@ -168,9 +168,10 @@ def build_site(graph: GraphView, site: AttentionSite, form: Form) -> RewrittenSi
             values[role] = projection.input.value
         else:
             parts[role], values[role] = Read(operand), operand.value
-    if isinstance(site.output, OutputProjection) and site.output.direct:
-        weight, bias = output_weights(graph, site.output)
-        parts["output"] = ProjectedWrite(site.output.output.layout, _tensor(weight), _tensor(bias))  # type: ignore[arg-type]
+    mapped = _output_projection(site)
+    if mapped is not None and mapped.output is not None:
+        weight, bias = output_weights(graph, mapped)
+        parts["output"] = ProjectedWrite(mapped.output.layout, _tensor(weight), _tensor(bias))  # type: ignore[arg-type]
     else:
         parts["output"] = Write(site.core.output)
     return RewrittenSite(site, site.core, parts, values, form)
@@ -179,8 +180,19 @@ def build_site(graph: GraphView, site: AttentionSite, form: Form) -> RewrittenSi
 def written_value(site: AttentionSite) -> str:
     """The value of the graph that the rewritten site replaces."""
     assert site.core is not None
-    mapped = isinstance(site.output, OutputProjection) and site.output.direct
-    return site.output.output.value if mapped else site.core.output.value  # type: ignore[union-attr]
+    mapped = _output_projection(site)
+    return site.core.output.value if mapped is None or mapped.output is None else mapped.output.value
+
+
+def _projection(site: AttentionSite, role: str) -> Projection | None:
+    """The projection that the rewritten site computes itself: attention over channels starts from the core."""
+    found = getattr(site, role)
+    return found if isinstance(found, Projection) and found.direct and site.axis == "token" else None
+
+
+def _output_projection(site: AttentionSite) -> OutputProjection | None:
+    found = site.output
+    return found if isinstance(found, OutputProjection) and found.direct and site.axis == "token" else None
 
 
 def _tensor(array: np.ndarray | None) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from attnrewrite.errors import InputError
-from attnrewrite.patterns.fx_operators import FACTORIES, IDENTITIES, INDEXED, KINDS
+from attnrewrite.patterns.fx_operators import FACTORIES, FUSED_ATTENTION, IDENTITIES, INDEXED, KINDS, WHOLE_ATTENTION
 from attnrewrite.patterns.graph import Operation
 
 
@@ -56,6 +56,8 @@ class FxGraph:
         """Tensor users; a multi-output node is passed through to the elements taken from it."""
         found: list[str] = []
         for user in self._nodes[value].users:
+            if _name(user) in FACTORIES:  # asks for a shape alone
+                continue
             if user.op == "output" or isinstance(user.meta.get("val"), Tensor):
                 found.append(user.name)
             elif isinstance(user.meta.get("val"), list | tuple):
@@ -202,15 +204,45 @@ class FxGraph:
     def _addmm_operation(self, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
         bias, left, right = inputs
         plain = not producer.kwargs and len(producer.args) == 3
-        if plain and self.is_constant(right) and not self.is_constant(left):
+        if plain and self._is_weight(right, left):
             return Operation(node.name, "linear", "addmm", (left, right, bias), {"transposed": True})
         return Operation(node.name, "other", "addmm", inputs)
 
     def _matmul_operation(self, node: Node, _: Node, inputs: tuple[str, ...]) -> Operation:
         left, right = inputs
-        if self.is_constant(right) and not self.is_constant(left) and len(self.shape(right)) == 2:
-            return Operation(node.name, "linear", "matmul", inputs, {"transposed": True})
+        weight = self._one_matrix(right) if self._is_weight(right, left) else None
+        if weight is not None:
+            return Operation(node.name, "linear", "matmul", (left, weight), {"transposed": True})
         return Operation(node.name, "matmul", "matmul", inputs)
+
+    def _is_weight(self, value: str, beside: str) -> bool:
+        """Whether a constant operand is what the other is projected with; both are constant for learned queries."""
+        node = self._nodes[value]
+        while node.op != "get_attr" and KINDS.get(_name(node)) == "move" and isinstance(node.args[0], Node):
+            node = node.args[0]
+        return self.is_constant(value) and (node.op == "get_attr" or not self.is_constant(beside))
+
+    def _one_matrix(self, value: str) -> str | None:
+        """The matrix that a constant operand of a batched product repeats for each entry of the batch."""
+        matrix = value
+        while len(self.shape(matrix)) > 2:
+            operation = self.operation(matrix)
+            if len(operation.inputs) != 1 or operation.name not in (
+                "expand",
+                "view",
+                "reshape",
+                "identity",
+                "unsqueeze",
+            ):
+                return None
+            matrix = operation.inputs[0]
+        repeated = (
+            self.shape(matrix) == self.shape(value)[-2:] and (self.constant(value) == self.constant(matrix)).all()
+        )
+        return matrix if repeated else None
+
+    def _opaque_operation(self, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
+        return Operation(node.name, "sdpa", _name(producer), inputs, {"opaque": True, "anchor": "attention-op"})
 
     def _convolution_operation(self, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
         value = self._nodes[inputs[0]].meta["val"]
@@ -227,9 +259,12 @@ class FxGraph:
         return Operation(node.name, "softmax", "softmax", inputs, {"axis": int(axis) % len(self.shape(node.name))})
 
     def _sdpa_operation(self, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
-        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), producer.args, strict=False))
+        if node.target is operator.getitem and node.args[1] != 0:  # what a backward pass would need
+            return Operation(node.name, "other", _name(producer), inputs)
+        arguments = producer.target._schema.arguments  # type: ignore[union-attr]
+        named = {known.name: given for known, given in zip(arguments, producer.args, strict=False)}
         named.update(producer.kwargs)
-        mask = named.get("attn_mask")
+        mask = named.get("attn_mask", named.get("attn_bias"))
         scale = named.get("scale")
         head_dim = self.shape(inputs[0])[-1]
         attributes = {
@@ -246,7 +281,8 @@ _SPECIAL: dict[str, Callable[[FxGraph, Node, Node, tuple[str, ...]], Operation]]
     **dict.fromkeys(("matmul", "mm", "bmm"), FxGraph._matmul_operation),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), FxGraph._convolution_operation),
     **dict.fromkeys(("softmax", "_softmax", "_safe_softmax"), FxGraph._softmax_operation),
-    "scaled_dot_product_attention": FxGraph._sdpa_operation,
+    **dict.fromkeys(FUSED_ATTENTION, FxGraph._sdpa_operation),
+    **dict.fromkeys(WHOLE_ATTENTION, FxGraph._opaque_operation),
 }
 
 

@@ -41,6 +41,17 @@ POOLS = frozenset((
 REDUCTIONS = frozenset((
     "sum", "mean", "amax", "amin", "max", "min", "linalg_vector_norm", "norm", "var", "std", "prod", "logsumexp",
 ))  # fmt: skip
+# softmax(query key^T) value in one operator; the long names are what torch chooses for a device
+FUSED_ATTENTION = frozenset((
+    "scaled_dot_product_attention", "_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
+))  # fmt: skip
+# attention and what is around it in one operator
+WHOLE_ATTENTION = frozenset((
+    "_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_flash_attention_forward",
+    "_efficient_attention_forward", "_cudnn_attention_forward", "flex_attention",
+))  # fmt: skip
 # ask an operand for its shape and type alone
 FACTORIES = frozenset((
     "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",

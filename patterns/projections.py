@@ -6,7 +6,7 @@ import numpy as np
 
 from attnrewrite.patterns.graph import GraphView, Operation, parameters_of
 from attnrewrite.patterns.heads import Fold, Side, coordinates
-from attnrewrite.patterns.trace import Provenance, Tracer, constant_factor, fold, push
+from attnrewrite.patterns.trace import FILL, Provenance, Tracer, constant_factor, fold, push
 from attnrewrite.site import Normalization, Operand, OutputProjection, Projection, Untraced
 
 
@@ -48,17 +48,14 @@ def trace_projection(graph: GraphView, tracers: Tracers, side: Side, folded: Fol
 def _from_map(graph: GraphView, strict: Tracer, side: Side, folded: Fold, origin: Provenance) -> Projection | Untraced:
     if len(origin.sources) > 1:
         return Untraced("several-sources", f"it is put together from {len(origin.sources)} tensors")
-    source = origin.source
-    if source is None:
-        return Untraced("padded", "it is padded between its projection and the product")
-    normalization, index = None, origin.index
+    source, index, normalization = origin.sources[0], origin.index, None
     operation = graph.operation(source)
     if operation.kind == "norm" and operation.attributes["style"] == "batch":
         before = strict.trace(operation.inputs[0])
         if before.source is None:
-            return Untraced("several-sources", "its BatchNorm reads several tensors")
+            return Untraced("several-sources", "its BatchNorm reads several tensors, or padding")
         normalization = _batch_norm(operation)
-        index = before.index.reshape(-1)[index]
+        index = np.where(index == FILL, FILL, before.index.reshape(-1)[index])
         source, operation = before.source, graph.operation(before.source)
     if operation.kind == "constant":
         return Untraced("constant", "it is a learned constant, not a projection of tokens")
@@ -69,15 +66,16 @@ def _from_map(graph: GraphView, strict: Tracer, side: Side, folded: Fold, origin
     tokens = side.lines(token)[folded.lead]
     if folded.axis == "channel":
         channels, tokens = np.swapaxes(channels, 2, 3), np.swapaxes(tokens, 2, 3)
-    rows = channels[0, :, 0, :]
-    if (channels != rows[None, :, None, :]).any():
+    rows = channels.max(axis=(0, 2))
+    padded = channels == FILL
+    if ((channels != rows[None, :, None, :]) & ~padded).any() or (rows == FILL).any():
         return Untraced("mixed-channels", "different tokens read different channels of its projection")
     place = tokens[:, 0, :, 0]
-    if (tokens != place[:, None, :, None]).any():
+    if (tokens != place[:, None, :, None]).any() and not padded.any():
         return Untraced("mixed-tokens", "different channels read different tokens of its projection")
     if place.shape[0] > 1 and (place == place[:1]).all():
         place = place[:1]
-    read = _input_operand(graph, operation, place)
+    read = None if padded.any() else _input_operand(graph, operation, place)
     return Projection(
         input=read,
         weight=operation.inputs[1],
@@ -127,31 +125,24 @@ def trace_output(graph: GraphView, output: Side, folded: Fold) -> OutputProjecti
     reached = _follow(graph, output.value)
     if isinstance(reached, Untraced):
         return reached
-    operation, path = reached.operation, reached.path
+    operation = reached.operation
     numbers = output.numbers(graph)[folded.lead]
-    index = push(graph, output.value, path)
-    if (index < 0).any() or index.size != numbers.size:
-        return Untraced("partial-output", "the map after it reads only part of its output, or padding")
     if folded.axis == "channel":
         numbers = np.swapaxes(numbers, 2, 3)
-    canonical = np.empty(numbers.size, np.int64)
+    _, heads, tokens, width = numbers.shape
+    canonical = np.full(numbers.size + 1, FILL, np.int64)  # the last is where FILL points
     canonical[numbers.reshape(-1)] = np.arange(numbers.size)
-    batch, heads, tokens, width = numbers.shape
-    read = canonical[index]
+    read = canonical[push(graph, output.value, reached.path)]
     if operation.kind == "conv":
         read = np.moveaxis(read, 1, -1)
     read = read.reshape(-1, read.shape[-1])
-    channel = read // (tokens * width) % heads * width + read % width
-    place = read // (heads * tokens * width) * tokens + read // width % tokens
-    if (channel != channel[:1]).any() or (place != place[:, :1]).any() or channel.shape[1] != heads * width:
+    channel = np.where(read == FILL, FILL, read // (tokens * width) % heads * width + read % width)
+    held = channel.max(axis=0)
+    if ((channel != held) & (channel != FILL)).any() or sorted(held[held != FILL]) != list(range(heads * width)):
         return Untraced("mixed-output", "the map after it does not read one token's heads at a time")
     columns = np.empty(heads * width, np.int64)
-    columns[channel[0]] = np.arange(heads * width)
-    order = np.empty(batch * tokens, np.int64)
-    order[place[:, 0]] = np.arange(batch * tokens)
-    written = _positions_as_operand(graph, operation, operation.value, order.reshape(batch, tokens))
-    if written is None:
-        return Untraced("moved-output", "its tokens are moved in a way that no single reshape gives")
+    columns[held[held != FILL]] = np.flatnonzero(held != FILL)
+    written = _written(graph, operation, read, numbers.shape) if reached.direct else None
     return OutputProjection(
         output=written,
         weight=operation.inputs[1],
@@ -159,28 +150,48 @@ def trace_output(graph: GraphView, output: Side, folded: Fold) -> OutputProjecti
         columns=tuple(int(c) for c in columns),
         parameters=tuple(p for weight in operation.inputs[1:] for p in parameters_of(graph, weight)),
         transposed=bool(operation.attributes.get("transposed", False)),
-        direct=reached.direct,
+        direct=written is not None,
     )
 
 
+def _written(graph: GraphView, operation: Operation, read: np.ndarray, heads: tuple[int, ...]) -> Operand | None:
+    """What a map writes, as [batch, 1, tokens, channels]; `read` [positions, channels] numbers what it reads."""
+    batch, count, tokens, width = heads
+    if (read == FILL).any() or read.shape != (batch * tokens, count * width):
+        return None
+    place = read // (count * tokens * width) * tokens + read // width % tokens
+    if (place != place[:, :1]).any():
+        return None
+    order = np.empty(batch * tokens, np.int64)
+    order[place[:, 0]] = np.arange(batch * tokens)
+    return _positions_as_operand(graph, operation, operation.value, order.reshape(batch, tokens))
+
+
 def _follow(graph: GraphView, value: str) -> _Reached | Untraced:
-    path: list[str] = []
-    direct = True
-    while True:
+    """The nearest linear map that reads a value, on a way of movement, activations and normalisation."""
+    pending: list[tuple[str, tuple[str, ...], bool]] = [(value, (), True)]
+    seen = {value}
+    stopped: Untraced | None = None
+    while pending:
+        value, path, direct = pending.pop(0)
         users = graph.users(value)
         if len(users) != 1:
-            return Untraced("read-twice", f"its output is read by {len(users)} operations")
-        operation = graph.operation(users[0])
-        if is_map(graph, operation) and operation.inputs[0] == value:
-            return _Reached(operation, tuple(path), direct)
-        factor = constant_factor(graph, operation)
-        moved = operation.kind == "move" and len(operation.inputs) == 1
-        if not moved and not (factor is not None and factor.factor == 1.0):
-            if not _keeps_positions(graph, operation, value):
-                return Untraced("no-output-map", f"its output passes through {operation.name} before any linear map")
+            stopped = stopped or Untraced("read-twice", f"its output is read by {len(users)} operations")
             direct = False
-        value = operation.value
-        path.append(value)
+        for user in users:
+            operation = graph.operation(user)
+            if is_map(graph, operation) and operation.inputs[0] == value:
+                return _Reached(operation, path, direct)
+            factor = constant_factor(graph, operation)
+            moved = operation.kind == "move" and value in operation.inputs
+            moved_alone = (moved and len(operation.inputs) == 1) or (factor is not None and factor.factor == 1.0)
+            if not moved_alone and not moved and not _keeps_positions(graph, operation, value):
+                what = f"its output passes through {operation.name} before any linear map"
+                stopped = stopped or Untraced("no-output-map", what)
+            elif user not in seen:
+                seen.add(user)
+                pending.append((user, (*path, user), direct and moved_alone))
+    return stopped or Untraced("no-output-map", "no linear map reads its output")
 
 
 def _keeps_positions(graph: GraphView, operation: Operation, value: str) -> bool:

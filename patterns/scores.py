@@ -97,6 +97,8 @@ def _at_product(graph: GraphView, operation: Operation, walk: _Walk) -> ScorePat
     live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
     if len(live) == 2:
         return ScorePath(operation.value, certainty=2)
+    if not live:
+        return NoProduct(operation)
     (operand,) = live
     if graph.shape(operand) == graph.shape(operation.value):  # a constant matrix may mix the heads of real scores
         inner = _walk_back(graph, operand, walk.deeper())
@@ -220,7 +222,7 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
             elif operation.kind == "map" and int(np.prod(graph.shape(user), dtype=int)) == size:
                 seen.add(user)
                 harmless = constant_factor(graph, operation)
-                plain = harmless is not None and harmless.factor == 1.0
+                plain = (harmless is not None and harmless.factor == 1.0) or _clears_masked(graph, operation, softmax)
                 why = () if plain else (f"probabilities pass through {operation.name}",)
                 pending.append((user, step, talking, (*obstacles, *why)))
             elif mixes_channels(graph, operation) or (
@@ -232,6 +234,20 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
             else:
                 escape = True
     return Probabilities(tuple(products), escape)
+
+
+def _clears_masked(graph: GraphView, operation: Operation, softmax: str) -> bool:
+    """Whether a map writes zeros over rows in which nothing may be attended to, as torch spells its safe softmax."""
+    if operation.name != "where" or len(operation.inputs) < 3 or graph.is_constant(operation.inputs[0]):
+        return False
+    condition, filling, kept = operation.inputs[:3]
+    if kept != softmax or not graph.is_constant(filling) or graph.constant(filling).any():
+        return False
+    asked = graph.operation(condition)
+    while asked.name in ("logical_not", "any", "all", "bitwise_not") and len(asked.inputs) == 1:
+        asked = graph.operation(asked.inputs[0])
+    about = {"eq": graph.operation(softmax).inputs[:1], "isnan": (softmax,)}.get(asked.name)
+    return asked.inputs == about and asked.attributes.get("scalar", -np.inf) == -np.inf
 
 
 def varying_axis(graph: GraphView, product: str, path: tuple[str, ...], axis: int) -> str:

@@ -43,6 +43,9 @@ class Spelling:
 
 def spell_fused(graph: GraphView, anchor: Operation) -> Spelling | NearMiss:
     """A fused attention operator: query, key, value [..., heads, tokens, channels]."""
+    if anchor.attributes.get("opaque"):
+        what = f"{anchor.name} holds projections and attention in one: export the model without torch's fast path"
+        return NearMiss("attention-op", anchor.value, "fused-layer", what, (anchor.value,))
     shapes = [graph.shape(operand) for operand in anchor.inputs]
     if shapes[1][-2] > 1 and len(shapes[1]) - 2 in graph.batch_axes(anchor.inputs[1]):
         return _batch_mixing(anchor)

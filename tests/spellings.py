@@ -250,6 +250,17 @@ SPELLINGS = [
         lambda: packed() | {"norm": nn.LayerNorm(WIDTH)},
         lambda m, x: m.proj(m.norm(merged(attend(*unpacked(m, x))))),
     ),
+    Spelling(
+        "output read twice",
+        packed,
+        lambda m, x: (lambda out: torch.cat([m.proj(out), out], dim=-1))(merged(attend(*unpacked(m, x)))),
+    ),
+    Spelling(
+        "channels",
+        packed,
+        lambda m, x: m.proj(merged(attend(*(part.mT for part in unpacked(m, x))).mT)),
+        {"axis": "channel", "n_queries": DIM, "n_keys": DIM, "head_dim": TOKENS, "value_dim": TOKENS},
+    ),
     Spelling("pooled queries", separate, pooled_queries, {"n_queries": TOKENS // 3}),
     Spelling("folded heads", separate, folded_heads),
     Spelling("head before batch", separate, head_before_batch),
