@@ -49,8 +49,9 @@ def site_values(graph: GraphView, site: AttentionSite) -> set[str]:
     for value in core:
         for operand in graph.operation(value).inputs:
             known |= _way_to_projection(graph, operand, known, weights)
-    if isinstance(site.output, OutputProjection):
-        known |= _way_to_projection(graph, site.output.output.value, known, weights)
+    for user in graph.users(site.output.weight) if isinstance(site.output, OutputProjection) else ():
+        way = _way_to_projection(graph, user, known, weights)
+        known |= way if way & known else set()  # tied weights have users elsewhere
     return _closed(graph, known)
 
 

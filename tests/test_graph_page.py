@@ -29,14 +29,15 @@ HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.
 
 
 class Gated(nn.Module):
-    """Two attentions, and a softmax over branches that is none."""
+    """[B, 16, 32] -> [B, 10]: two attentions, and a softmax over branches that is none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.vit, self.gate = tiny_vit("softmax")[0], nn.Linear(10, 10)
+        self.blocks = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2)
+        self.head, self.gate = nn.Linear(32, 10), nn.Linear(10, 10)
 
-    def forward(self, images: Tensor) -> Tensor:
-        logits = self.vit(images)
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.blocks(tokens)[:, 0])
         return logits * self.gate(logits).softmax(-1)
 
 
@@ -58,7 +59,7 @@ class Hostile:
 
 @pytest.fixture(scope="module")
 def gated() -> tuple[GraphView, Scan]:
-    return api.examine(Gated().eval(), tiny_vit("softmax")[1])
+    return api.examine(Gated().eval(), (torch.randn(1, 16, 32),))
 
 
 ALL = {spelling.name: spelling for spelling in (*SPELLINGS, *(spelling for _, _, spelling in NEAR_MISSES))}
@@ -97,6 +98,36 @@ def test_a_site_is_drawn_from_its_projections_to_its_output(name: str) -> None:
             r for r, part in traced.items() if not isinstance(part, Untraced) and _is_live(graph, part.weight)
         }
         assert {value for value in site.nodes if graph.operation(value).kind in ("softmax", "sdpa")} <= values
+
+
+class Detector(nn.Module):
+    """A decoder of learned queries: what its first layer attends to is the same for every image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 3, 16))
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 32, batch_first=True), 2)
+
+    def forward(self, memory: Tensor) -> Tensor:
+        return self.decoder(self.queries.expand(memory.shape[0], -1, -1), memory)
+
+
+def test_attention_among_learned_queries_is_drawn_as_any_other() -> None:
+    graph, found = api.examine(Detector().eval(), (torch.randn(1, 5, 16),))
+    assert [site.kind for site in found.sites] == ["self", "cross"] * 2
+    grouped = box_graph(shown(graph, found), found)
+    assert [box.about for box in grouped.boxes if box.kind == "site"] == [0, 1, 2, 3]
+    boxed = [value for box in grouped.boxes for value in box.values]
+    assert sorted(boxed) == sorted(graph.values)
+    assert graph_page(graph, found, api.supported(found)).count('class="box site"') == 4
+
+
+def test_forty_eight_blocks_are_a_light_page() -> None:
+    model, inputs = tiny_vit("softmax", depth=48)
+    graph, found = api.examine(model, inputs)
+    page = graph_page(graph, found, api.supported(found))
+    assert page.count('class="box site"') == 48
+    assert len(page.encode()) < 1_000_000
 
 
 def _is_live(graph: GraphView, weight: str) -> bool:
@@ -195,10 +226,11 @@ def test_a_click_opens_a_site_with_its_projections(browser: Any, page: str, widt
     assert panel.is_displayed()
     rows = [row.text for row in panel.find_elements("css selector", ".projections tbody tr")]
     assert [row.split()[0] for row in rows] == ["query", "key", "value", "output"]
-    assert all("blocks.1.qkv.weight" in row for row in rows[:3])
+    assert all("blocks.layers.1.self_attn.in_proj_weight" in row for row in rows[:3])
     assert "rows 32–63 of 96" in rows[1]
     assert "2 × 16" in panel.text
-    assert "not traced: its output is read by 2 operations" in rows[3]
+    assert "self_attn.out_proj.weight" in rows[3]
+    assert "all 32 columns" in rows[3]
     variants = panel.find_element("css selector", ".variants").text
     assert "can stand here" in variants
     assert f"no: {HOSTILE}" in variants

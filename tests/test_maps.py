@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pages import CONTRAST, DESK, PHONE, headless, show
 from PIL import Image
 from torch import Tensor
 from variant_sites import make_heads, make_site
@@ -252,3 +253,19 @@ def test_colours_run_from_zero_or_what_is_below_it_to_the_largest() -> None:
                                                overlay("", np.array([[-1.0, 3.0]]), np.empty(0)),
                                                overlay("", np.zeros((1, 2)), np.empty(0)))]  # fmt: skip
     assert ends == [(0.0, 3.0), (-1.0, 3.0), (0.0, 0.0)]
+
+
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_a_browser_shows_every_map(width: int, converted: Path, image: Path, tmp_path: Path) -> None:
+    found = image_maps(load_source(converted), image)
+    path = tmp_path / "maps.html"
+    path.write_text(maps_page(found))
+    with headless() as browser:
+        show(browser, path.as_uri(), width)
+        drawn = "return [...document.images].filter(e => e.complete && e.naturalWidth === 2).length"
+        sides = [side for each in found.sites for side in (each.before, each.after) if side is not None]
+        count = sum(1 + len(one.image) for side in sides for one in side.maps)
+        assert browser.execute_script(drawn) == count
+        assert browser.execute_script("const e = document.documentElement; return e.scrollWidth - e.clientWidth") == 0
+        assert min(browser.execute_script(CONTRAST)["ratios"]) >= 4.5
+        assert browser.get_log("browser") == []
