@@ -21,6 +21,7 @@ from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.fx import FxGraph
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.report import Comparison
+from attnrewrite.select_budget import requested
 from attnrewrite.site import Scan
 from attnrewrite.sources import Source, examine_onnx, load_source
 from attnrewrite.targets.base import Artifact, get_target
@@ -65,6 +66,10 @@ def convert(
     *,
     variant: str = "l1",
     options: Mapping[str, Any] | None = None,
+    max_drop: float | None = None,
+    max_latency: float | None = None,
+    target: str | None = None,
+    candidates: str | Sequence[str] | None = None,
     calibration: Data | None = None,
     samples: int = 1000,
     steps: int = 0,
@@ -77,8 +82,13 @@ def convert(
 ) -> Conversion:
     """Replace a model's attention by `variant`, weights carried over, and repair the accuracy without labels.
 
+    With `variant="auto"`, each site gets the variant that a budget allows: `max_drop` points of top-1 (of agreement
+    with the original, where the images have no labels), or `max_latency` of the original's time on `target`.
+
     Args:
-        calibration: images of the kind the model was trained on (labels are not used); None: weights are copied only.
+        candidates: what auto chooses from: "published", "all" (the default) or variants, such as "masked:heads=1".
+        calibration: images of the kind the model was trained on (labels are not fitted to;
+            auto measures by them); None: weights are copied only.
         samples: how many of them to use. steps: of distillation after the closed-form fit.
         keep: ids or names of sites that stay as they are.
         state: a folder for what an interrupted distillation needs to go on from where it was, to the same weights.
@@ -89,7 +99,10 @@ def convert(
         CheckFailedError: a result does not agree with its reference.
         InputError: anything given cannot be used.
     """
-    chosen = get_variant(variant, options)
+    chosen = requested(
+        variant, options, max_drop=max_drop, max_latency=max_latency, target=target, candidates=candidates,
+        calibrated=calibration is not None, threads=threads,
+    )  # fmt: skip
     loaded = _load(source, example_inputs, **how)
     images = None if calibration is None else load_images(calibration).sample(samples, seed)
     if threads is not None:

@@ -100,12 +100,12 @@ class Fit:
             cut = cut if following is None else min(cut, student.order[following.node])
             teacher.advance(cut, keep=(teacher.node(point.stream.name),))
             if point.branch is not None:
-                point.branch.change(self._residual_fit(point.branch, teacher, student))
+                point.branch.change(self.residual_fit(point.branch, teacher, student))
         except torch.linalg.LinAlgError as error:
             raise CheckFailedError(f"{self.name}: {point.name} has no solution ({error}); {_way_out(point)}") from error
-        _check_finite(self.name, point)
+        check_finite(self.name, point)
 
-    def _residual_fit(self, branch: Branch, teacher: Segments, student: Segments) -> Tensor:
+    def residual_fit(self, branch: Branch, teacher: Segments, student: Segments) -> Tensor:
         """The change of the branch's map, [columns, outputs]."""
         parts = LeastSquares(), LeastSquares()
         stream = teacher.node(branch.stream.name)
@@ -184,7 +184,7 @@ def _back_off(calibration: Calibration, undo: list[Undo], before: float) -> int:
     return kept
 
 
-def _check_finite(stage: str, point: Point) -> None:
+def check_finite(stage: str, point: Point) -> None:
     tensors: list[Tensor] = [] if point.site is None else list(point.site.form.parameters())
     tensors += [] if point.branch is None else [point.branch.weight]
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):

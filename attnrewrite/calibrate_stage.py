@@ -111,9 +111,14 @@ def distance(calibration: Calibration) -> Distance:
     error = float((given - wanted).square().sum() / energy)
     if wanted.dim() != 2 or wanted.shape[1] < 2:
         return Distance(error, None, None)
-    gap = wanted.log_softmax(1) - given.log_softmax(1)
     agreement = 100 * float((wanted.argmax(1) == given.argmax(1)).double().mean())
-    return Distance(error, float((wanted.softmax(1) * gap).sum(1).mean()), agreement)
+    return Distance(error, divergence(wanted, given), agreement)
+
+
+def divergence(wanted: Tensor, given: Tensor) -> float:
+    """The Kullback-Leibler divergence of logits [images, classes], in nats an image."""
+    gap = wanted.log_softmax(1) - given.log_softmax(1)
+    return float((wanted.softmax(1) * gap).sum(1).mean())
 
 
 def peak_memory() -> int:

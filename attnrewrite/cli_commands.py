@@ -11,7 +11,7 @@ import typer
 
 from attnrewrite.cli_app import app, command
 from attnrewrite.cli_explain import explain
-from attnrewrite.cli_options import ModelOptions, RunOptions
+from attnrewrite.cli_options import BudgetOptions, ModelOptions, RunOptions
 from attnrewrite.cli_output import Outcome, bars, conversion_table, evaluation_table, table
 from attnrewrite.errors import InputError, unknown_name
 from attnrewrite.files import check_free, staged
@@ -26,8 +26,12 @@ def convert(
     source: Source,
     out: Out,
     model: ModelOptions,
+    budget: BudgetOptions,
     run: RunOptions,
-    variant: Annotated[str, typer.Option(help="The attention to put in: see attnrewrite variants.")] = "l1",
+    variant: Annotated[
+        str,
+        typer.Option(help="The attention to put in: see attnrewrite variants; or auto: the right one at each site."),
+    ] = "l1",
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the variant; may be repeated.")
     ] = None,
@@ -45,13 +49,16 @@ def convert(
 
     Writes model.pt2, weights.safetensors, plan.json and report.json to the output folder. Interrupted, the same command
     goes on with the distillation (--steps) where it was: what that needs waits in a hidden folder beside the output.
+
+    With --variant auto, each site gets the variant that the budget allows: --max-drop 0.5 bounds what is lost, and
+    --max-latency 0.7 --for host the time. What was measured is in report.json and, as a picture, in report.html.
     """
     from attnrewrite.data import load_images
-    from attnrewrite.variants.registry import get_variant
+    from attnrewrite.select_budget import requested
 
     check_free(out, force=force)
     options = _key_values(option or [])
-    chosen = get_variant(variant, options)
+    chosen = requested(variant, options, **asdict(budget), calibrated=calibrate is not None)
     images = load_images(calibrate) if calibrate else None
     api, loaded = _api(run), _load(source, model)
     if images is not None:
@@ -64,6 +71,7 @@ def convert(
             loaded,
             variant=variant,
             options=options,
+            **asdict(budget),
             calibration=images,
             samples=samples,
             steps=steps,
@@ -233,11 +241,13 @@ def _only_if_built(source: str, model: ModelOptions, beside: Sequence[str]) -> M
 
 def _planned(scan: Any, variant: Any, keep: Sequence[str], out: Path) -> Outcome:
     """What convert would do at each site."""
+    from attnrewrite.conversion_sites import refusal
+
     names = {name for site in scan for name in (site.id, site.name)}
     for name in keep:
         if name not in names:
             raise unknown_name("site to keep", name, names)
-    refusals = {site.id: "kept" if {site.id, site.name} & set(keep) else variant.refuse(site) for site in scan}
+    refusals = {site.id: "kept" if {site.id, site.name} & set(keep) else refusal(variant, site) for site in scan}
     done = {site: variant.name if why is None else f"softmax: {why}" for site, why in refusals.items()}
     matched = None in refusals.values()
     return Outcome(

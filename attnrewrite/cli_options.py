@@ -15,7 +15,7 @@ import typer
 
 from attnrewrite.errors import InputError, unknown_name
 
-MODEL, RUN = "The model", "The run"
+MODEL, RUN, BUDGET = "The model", "The run", "The budget of --variant auto"
 
 
 def _read_config(context: typer.Context, config: Path | None) -> Path | None:
@@ -86,6 +86,48 @@ class ModelOptions:
         str | None, typer.Option(help="Of the pixels in 0..1: one number or 0.5,0.5,0.5.", rich_help_panel=MODEL)
     ] = None
     std: Annotated[str | None, typer.Option(help="Likewise.", rich_help_panel=MODEL)] = None
+
+
+@dataclass(frozen=True)
+class BudgetOptions:
+    """What `--variant auto` may spend, and on what."""
+
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            metavar="POINTS",
+            help="Replace what can be replaced for at most so many points of top-1 (of agreement with the original, "
+            "where the images have no labels), promised with 95 % confidence.",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None
+    max_latency: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATIO",
+            help="Come down to this part of the original's time (0.7) and change the output as little as possible.",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="TARGET",
+            help="Where time is saved: measured, where this machine can, else estimated. See attnrewrite targets.",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None
+    candidates: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT",
+            help="What to choose from: published (the five papers' forms), all, or a variant with its options "
+            "(masked:heads=1); may be repeated. Softmax always is one.",
+            show_default="all",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

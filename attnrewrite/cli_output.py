@@ -123,9 +123,15 @@ def conversion_table(report: Mapping[str, Any], out: Path) -> "RenderableType":
     """What became of each site, and what each stage of calibration did."""
     from rich.console import Group
 
-    sites = [[each["id"], each["name"], each["variant"], each["note"] or ""] for each in report["sites"]]
-    changed = sum(each["variant"] == report["variant"] for each in report["sites"])
-    title = f"{out}: {changed} of {len(sites)} sites of {report['model']} are {report['variant']}"
+    selection = report.get("selection")
+    chosen = selection["promise"]["sites"] if selection else {}  # with their options
+    sites = [
+        [each["id"], each["name"], chosen.get(each["id"], each["variant"]), each["note"] or ""]
+        for each in report["sites"]
+    ]
+    named = sum(each["variant"] == report["variant"] for each in report["sites"])
+    changed, what = (selection["promise"]["replaced"], "replaced") if selection else (named, report["variant"])
+    title = f"{out}: {changed} of {len(sites)} sites of {report['model']} are {what}"
     parts = [table(title, dict.fromkeys(("id", "name", "is now", "note"), "left"), sites)]
     if stages := report["calibration"]["stages"]:
         rows = [
@@ -140,7 +146,17 @@ def conversion_table(report: Mapping[str, Any], out: Path) -> "RenderableType":
         columns = dict.fromkeys(("stage", "seconds", "error", "KL, nats", "agreement, %", "note"), "left")
         title = f"\ncalibrated on {report['calibration']['images']} images; distance to the original on held-out ones"
         parts.append(table(title, columns, rows))
+    if selection:
+        parts.append(f"\n{promised(selection)}")
     return Group(*parts)
+
+
+def promised(selection: Mapping[str, Any]) -> str:
+    """What a selection promises, in one sentence."""
+    found, cost = selection["promise"], selection["cost"]
+    lost = f"loses {found['points']:.2f} {selection['measure']}; at most {found['bound']:.2f} with 95 % confidence"
+    ratio = found["cost_ratio"] if found["timed_ratio"] is None else found["timed_ratio"]
+    return f"{lost}; {ratio:.2f} of the original's cost ({cost['status']}: {cost['how']})"
 
 
 def _change(stage: Mapping[str, Any], what: str, form: str) -> str:

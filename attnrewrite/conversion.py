@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,10 +14,13 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attnrewrite.calibrate import calibrate
+from attnrewrite.calibrate_images import Pool
+from attnrewrite.calibrate_state import State
 from attnrewrite.capture import Captured, capture, export
 from attnrewrite.checks import export_error, float64_errors, identity_errors, rewritten_sites
+from attnrewrite.conversion_sites import fates_of, kept_sites, require_some, site_report
 from attnrewrite.data import Images
-from attnrewrite.errors import InputError, NothingMatchedError, unknown_name
+from attnrewrite.errors import InputError
 from attnrewrite.files import staged
 from attnrewrite.passes.fx import FxRewrite
 from attnrewrite.patterns.attention import scan
@@ -24,6 +28,10 @@ from attnrewrite.patterns.fx import FxGraph
 from attnrewrite.patterns.weights import named_after
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.preprocessing import Preprocessing
+from attnrewrite.select import Selection, select
+from attnrewrite.select_budget import Auto
+from attnrewrite.select_measure import Subject
+from attnrewrite.select_page import page
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.sources import Origin, Source
 from attnrewrite.variants.base import Variant
@@ -32,6 +40,7 @@ from attnrewrite.variants.registry import get_variant, option_values
 MODEL_FILE = "model.pt2"
 REPORT_FILE = "report.json"
 ONNX_FILE = "model.onnx"
+PAGE_FILE = "report.html"
 Progress = Callable[[str, int, int], None]
 
 
@@ -65,7 +74,8 @@ class Conversion:
     def save(self, out: str | Path, force: bool = False) -> Path:
         """Write model.pt2, weights.safetensors, plan.json and report.json into the new folder `out`.
 
-        A model that was read from ONNX is written as model.onnx too.
+        What auto selected has a page beside it, report.html; a model that was read from ONNX is written as model.onnx
+        too.
 
         Raises:
             InputError: the folder exists (without `force`) or cannot be written.
@@ -76,9 +86,18 @@ class Conversion:
             torch.export.save(program, folder / MODEL_FILE)
             self.plan.save(folder)
             (folder / REPORT_FILE).write_text(json.dumps(dict(self.report), indent=1) + "\n")
+            if "selection" in self.report:
+                self._write_page(folder)
             if self.origin is not None and self.origin.spec.endswith(".onnx"):
                 self._write_onnx(Path(self.origin.spec), folder)
         return Path(out)
+
+    def _write_page(self, folder: Path) -> None:
+        """Write report.html, where its template engine is installed."""
+        try:
+            (folder / PAGE_FILE).write_text(page(self.report), encoding="utf-8")
+        except InputError as missing:
+            logging.getLogger("attnrewrite").warning("no %s: %s", PAGE_FILE, missing)
 
     def _write_onnx(self, source: Path, folder: Path) -> None:
         """Write model.onnx: the file that the model was read from, with only the sites changed."""
@@ -91,7 +110,7 @@ class Conversion:
 
 def convert_source(
     source: Source,
-    variant: Variant,
+    variant: Variant | Auto,
     *,
     images: Images | None,
     keep: Sequence[str] = (),
@@ -100,50 +119,79 @@ def convert_source(
     state: Path | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Rewrite every site of `source` that `variant` supports and that is not kept.
+    """Rewrite every site of `source` that `variant` supports and that is not kept, or those that `auto` chooses.
 
     Raises:
-        NothingMatchedError: the model has no attention, or none that the variant supports.
-        CheckFailedError: an extraction or a rewritten site does not agree with its reference.
+        NothingMatchedError: the model has no attention, none that the variant supports, or none within the budget.
+        CheckFailedError: an extraction or a rewritten site does not agree with its reference, or a budget on latency
+            cannot be met.
         InputError: the model cannot be captured, or a kept site is not known.
     """
     captured = capture(source.name, source.model or _require(source.program), source.example_inputs)
     if not captured.exact:
         raise InputError(f"{captured.note}; it can be explained, but not converted")
     found = named_after(scan(FxGraph(captured.module), source.name), source.own)
-    kept = _kept_sites(found, keep)
-    fates = {site.id: _fate(site, variant, kept) for site in found.sites}
-    chosen = [site for site in found.sites if fates[site.id] is None]
-    _require_some(found, chosen, variant, fates)
+    fates = fates_of(found, variant, kept_sites(found, keep))
+    possible = [site for site in found.sites if fates[site.id] is None]
+    require_some(found, possible, variant, fates)
     inputs = _batched(source.example_inputs, captured.fixed_batch)
-    teacher = FxRewrite(_plan(found, chosen, get_variant("softmax")))(captured.module)
+    teacher = _rewritten(captured, found, dict.fromkeys([site.id for site in possible], get_variant("softmax")))
     identity = identity_errors(captured.module, teacher, found, inputs)
-    student = FxRewrite(_plan(found, chosen, variant))(captured.module)
+    selection = None
+    standing: Mapping[str, Variant] = {}
+    if isinstance(variant, Auto):
+        selection = _selected(variant, source, captured, teacher, possible, images, seed, state, progress)
+        standing = selection.standing
+        fates |= selection.reasons
+        teacher = _rewritten(captured, found, dict.fromkeys(standing, get_variant("softmax")))
+    else:
+        standing = dict.fromkeys([site.id for site in possible], variant)
+    student = _rewritten(captured, found, standing)
     stages: list[dict[str, Any]] = []
     if images is not None:
         stages = _calibrated(captured, teacher, student, source, images, steps, seed, state, progress)
     arithmetic = float64_errors(student, inputs)
-    plan = _final_plan(found, chosen, variant, student, captured.module)
-    sites = [
-        _site_report(site, fates[site.id], variant, identity.get(site.id), arithmetic.get(site.id))
-        for site in found.sites
-    ]
+    plan = _final_plan(found, standing, student, captured.module)
     report = {
         "model": source.name,
         "source": asdict(source.origin) if source.origin else None,
         "variant": variant.name,
-        "options": option_values(variant),
+        "options": {} if isinstance(variant, Auto) else option_values(variant),
         "seed": seed,
         "fixed_batch": captured.fixed_batch,
-        "sites": sites,
+        "sites": [
+            site_report(s, fates[s.id], standing.get(s.id), identity.get(s.id), arithmetic.get(s.id))
+            for s in found.sites
+        ],
         "near_misses": [
             {"anchor": m.anchor, "name": m.name, "reason": m.reason, "detail": m.detail} for m in found.near_misses
         ],
         "calibration": {"images": 0 if images is None else len(images), "stages": stages},
-    }
+    } | ({"selection": selection.report} if selection else {})
     return Conversion(
         student, plan, found, report, captured.module, source.example_inputs, source.preprocessing, source.origin
     )
+
+
+def _selected(
+    auto: Auto,
+    source: Source,
+    captured: Captured,
+    teacher: GraphModule,
+    possible: list[AttentionSite],
+    images: Images | None,
+    seed: int,
+    state: Path | None,
+    progress: Progress | None,
+) -> Selection:
+    """Which variant stands at which of the possible sites."""
+    assert images is not None, "auto was accepted without images"
+    images.check(source.preprocessing, source.input_size)
+    fixed = captured.fixed_batch
+    one = source.example_inputs if fixed else tuple(tensor[:1] for tensor in source.example_inputs)
+    subject = Subject(source.name, captured.module, teacher, tuple(possible), one, fixed)
+    pool = Pool(images, source.preprocessing, source.input_size, fixed or min(64, len(images)))
+    return select(auto, subject, pool, seed, State(state), progress)
 
 
 def _calibrated(
@@ -174,52 +222,26 @@ def deployed(module: GraphModule) -> GraphModule:
     return result
 
 
-def _fate(site: AttentionSite, variant: Variant, kept: frozenset[str]) -> str | None:
-    """Why a site stays as it is, or None when it is converted."""
-    return "kept on request" if site.id in kept else variant.refuse(site)
-
-
-def _kept_sites(found: Scan, keep: Sequence[str]) -> frozenset[str]:
-    by_name = {site.id: site.id for site in found.sites} | {site.name: site.id for site in found.sites}
-    for name in keep:
-        if name not in by_name:
-            raise unknown_name("site to keep", name, by_name)
-    return frozenset(by_name[name] for name in keep)
-
-
-def _require_some(found: Scan, chosen: list[AttentionSite], variant: Variant, fates: Mapping[str, str | None]) -> None:
-    if chosen:
-        return
-    if not found.sites:
-        misses = (
-            "; ".join(f"{m.name}: {m.detail}" for m in found.near_misses[:5]) or "no softmax and no attention operator"
-        )
-        raise NothingMatchedError(f"{found.model} has no attention to rewrite ({misses}); see attnrewrite explain")
-    reasons = "; ".join(f"{site}: {reason}" for site, reason in list(fates.items())[:3])
-    raise NothingMatchedError(
-        f"{variant.name} can stand at none of the {len(found)} sites of {found.model} ({reasons}); "
-        "choose another variant"
-    )
-
-
 def _require(program: ExportedProgram | None) -> ExportedProgram:
     if program is None:
         raise InputError("the source holds neither a module nor a program")
     return program
 
 
-def _plan(found: Scan, chosen: list[AttentionSite], variant: Variant) -> Plan:
-    return Plan(found.model, tuple(Placement.at(site, variant) for site in chosen))
+def _rewritten(captured: Captured, found: Scan, standing: Mapping[str, Variant]) -> GraphModule:
+    """The captured model with these variants at their sites."""
+    sites = [site for site in found.sites if site.id in standing]
+    plan = Plan(found.model, tuple(Placement.at(site, standing[site.id]) for site in sites))
+    return FxRewrite(plan)(captured.module)
 
 
-def _final_plan(
-    found: Scan, chosen: list[AttentionSite], variant: Variant, student: GraphModule, original: GraphModule
-) -> Plan:
+def _final_plan(found: Scan, standing: Mapping[str, Variant], student: GraphModule, original: GraphModule) -> Plan:
     """The plan that gives `student` again: resolved options, the sites' tensors, and what was refitted around them."""
     modules = rewritten_sites(student)
     placements = tuple(
-        Placement.at(site, modules[site.id].form.resolve(variant), dict(modules[site.id].state_dict()))
-        for site in chosen
+        Placement.at(site, modules[site.id].form.resolve(standing[site.id]), dict(modules[site.id].state_dict()))
+        for site in found.sites
+        if site.id in standing
     )
     before = dict(original.state_dict())
     inside = tuple(name for name, module in student.named_modules() if module in modules.values())
@@ -229,25 +251,6 @@ def _final_plan(
         if not name.startswith(inside) and name in before and not torch.equal(tensor, before[name])
     }
     return Plan(found.model, placements, changed)
-
-
-def _site_report(
-    site: AttentionSite, fate: str | None, variant: Variant, identity: float | None, arithmetic: float | None
-) -> dict[str, Any]:
-    return {
-        "id": site.id,
-        "name": site.name,
-        "heads": site.heads,
-        "head_dim": site.head_dim,
-        "n_queries": site.n_queries,
-        "n_keys": site.n_keys,
-        "variant": variant.name if fate is None else "softmax",
-        "note": variant.note(site) if fate is None else f"stays as it is: {fate}",
-        "multiplies": variant.multiplies(site) if fate is None else get_variant("softmax").multiplies(site),
-        "multiplies_softmax": get_variant("softmax").multiplies(site),
-        "identity_error": identity,
-        "float64_error": arithmetic,
-    }
 
 
 def _batched(inputs: tuple[Tensor, ...], fixed: int | None) -> tuple[Tensor, ...]:

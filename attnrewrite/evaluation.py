@@ -61,7 +61,7 @@ def evaluate_modules(
         filled = torch.cat([pixels, pixels[-1:].expand(size - len(pixels), *pixels.shape[1:])])
         logits = {name: _logits(name, module, filled)[: len(pixels)] for name, module in modules.items()}
         for name, given in logits.items():
-            _check_classes(name, given, labels, images)
+            check_classes(name, given, labels, images)
             totals[name].add(given, labels, None if reference in (None, name) else logits[reference])
         done += len(pixels)
         if progress is not None:
@@ -108,7 +108,7 @@ def _logits(name: str, module: nn.Module, pixels: Tensor) -> Tensor:
     return logits
 
 
-def _check_classes(name: str, logits: Tensor, labels: Tensor | None, images: Images) -> None:
+def check_classes(name: str, logits: Tensor, labels: Tensor | None, images: Images) -> None:
     count = logits.shape[1]
     if images.classes and len(images.classes) != count:
         raise InputError(
