@@ -22,7 +22,7 @@ from attnrewrite.select_budget import Auto
 from attnrewrite.select_candidates import described
 from attnrewrite.select_measure import Subject, Workbench
 from attnrewrite.select_report import points_per_loss, report
-from attnrewrite.select_search import Step, cheapest_that_holds, closest, within_drop, within_price
+from attnrewrite.select_search import Step, cheapest_that_holds, closest, most_sites, within_drop, within_price
 from attnrewrite.select_solve import Choice, Columns, Table
 from attnrewrite.variants.base import Variant
 
@@ -104,7 +104,10 @@ def _searched(found: Workbench, table: Table) -> list[Step]:
 
     if auto.max_drop is not None:
         each = points_per_loss(found.scanned)
-        return within_drop(table, auto.max_drop, auto.max_drop / each if each else math.inf, losing)
+        budget, expected = auto.max_drop, auto.max_drop / each if each else math.inf
+        # Without a target, first as many sites as hold by their closest forms; what is then left is spent on the cost.
+        known = [] if auto.target else within_drop(most_sites(table), budget, expected, losing)
+        return within_drop(table, budget, expected, losing, known)
     assert auto.max_latency is not None
     steps, lowest = within_price(
         table, auto.max_latency, losing, lambda choice: found.ratio(standing(auto, table, choice))

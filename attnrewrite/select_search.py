@@ -4,7 +4,7 @@ Predicted losses add up over the sites, which true ones do not: sums predict wel
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attnrewrite.select_promise import Loss
@@ -12,7 +12,8 @@ from attnrewrite.select_solve import Choice, Table
 
 ROUNDS = 10  # conversions that are measured at most
 EAGER = 1.5  # how far the first one goes beyond what is predicted to hold
-CLOSE = 1.1  # limits nearer than this are not told apart
+CLOSE = 1.2  # limits nearer than this are not told apart
+FAR = 100.0  # a limit that holds is taken to be at least this part of one that fails
 LEAST = 0.002  # by how much a limit on the cost is lowered at least
 OFF = 1.25  # a true loss so many times the predicted one is not what was predicted
 
@@ -31,24 +32,26 @@ class Step:
 Losing = Callable[[Choice], Loss]
 
 
-def within_drop(table: Table, budget: float, expected: float, losing: Losing) -> list[Step]:
-    """Look for the lowest price whose bound is at most `budget` points; every choice that was measured, in order.
+def within_drop(table: Table, budget: float, expected: float, losing: Losing, known: Sequence[Step] = ()) -> list[Step]:
+    """Look for the lowest price whose bound is at most `budget` points; every choice that was measured, in order, after
+    those `known`.
 
     `expected` is the loss (as the table has it) at which the budget is expected to be spent. The first choice goes a
     little beyond. While none has held, the next is allowed at most the loss that would be left were the worst site
     given back to softmax, and less where the bound is far off; the program may then swap candidates instead. Between
-    one that holds and one that does not, the limit is halved as long as that leads to a new choice. No choice that
-    replaces nothing is measured.
+    one that holds and one that does not, the limit is halved until they are close. No choice that replaces nothing is
+    measured.
     """
-    measured: dict[Choice, Step] = {}
-    holding, failing, limit = 0.0, math.inf, max(EAGER * expected, table.least_loss)
+    measured = {step.choice: step for step in known}
+    holding = max((step.predicted for step in known if step.holds), default=0.0)
+    failing = min((step.predicted for step in known if step.predicted > holding), default=math.inf)
+    limit = _between(holding, failing) if holding else max(EAGER * expected, table.least_loss)
     everything = table.cheapest(math.inf)
-    while len(measured) < ROUNDS:
+    while len(measured) < len(known) + ROUNDS and failing > CLOSE * holding:
         choice = table.cheapest(limit)
         if choice is None or not any(choice):
             break
-        new = choice not in measured
-        if new:
+        if choice not in measured:
             loss = losing(choice)
             measured[choice] = Step(choice, table.total_loss(choice), loss, loss.bound <= budget)
         step = measured[choice]
@@ -56,19 +59,33 @@ def within_drop(table: Table, budget: float, expected: float, losing: Losing) ->
             holding = max(limit, step.predicted)
         else:
             failing = step.predicted
-        found_both = holding > 0 and math.isfinite(failing)
-        if (step.holds and choice == everything) or (found_both and not new) or failing <= CLOSE * holding:
+        if step.holds and choice == everything:
             break
-        limit = _next_limit(table, step, budget, holding, failing)
+        limit = _between(holding, failing) if holding else _given_back(table, step, budget)
     return list(measured.values())
 
 
-def _next_limit(table: Table, step: Step, budget: float, holding: float, failing: float) -> float:
-    if not holding:
-        at_most = max(step.predicted * budget / step.loss.bound, step.predicted / 2)
-        given_back = min(table.without_worst(step.choice), at_most)
-        return max(given_back, table.least_loss) if table.least_loss < step.predicted else given_back
-    return 2 * holding if math.isinf(failing) else math.sqrt(holding * failing)
+def _between(holding: float, failing: float) -> float:
+    """The next limit to try: twice what holds while nothing fails, else between the two."""
+    return 2 * holding if math.isinf(failing) else math.sqrt(max(holding, failing / FAR) * failing)
+
+
+def _given_back(table: Table, step: Step, budget: float) -> float:
+    """The next limit after a choice that fails, while none has held."""
+    at_most = max(step.predicted * budget / step.loss.bound, step.predicted / 2)
+    less = min(table.without_worst(step.choice), at_most)
+    return max(less, table.least_loss) if table.least_loss < step.predicted else less
+
+
+def most_sites(table: Table) -> Table:
+    """The same losses with other prices: the more sites are replaced the better, and then the closer."""
+    most = 1 + sum(max(filter(math.isfinite, column)) for column in table.loss)
+    price = tuple(
+        tuple((-1.0 if number else 0.0) + (loss / (2 * most) if math.isfinite(loss) else 0.0)
+              for number, loss in enumerate(column))
+        for column in table.loss
+    )  # fmt: skip
+    return Table(table.sites, table.loss, price)
 
 
 def cheapest_that_holds(table: Table, steps: list[Step]) -> Step | None:

@@ -14,7 +14,7 @@ from attnrewrite.errors import InputError
 from attnrewrite.select_budget import Auto, requested
 from attnrewrite.select_candidates import PUBLISHED, candidates, described
 from attnrewrite.select_promise import AGREEMENT, TOP1, Judge, Loss, most_of, most_on_average
-from attnrewrite.select_search import cheapest_that_holds, closest, within_drop, within_price
+from attnrewrite.select_search import cheapest_that_holds, closest, most_sites, within_drop, within_price
 from attnrewrite.select_solve import Choice, Columns, Table, solve, total
 from attnrewrite.variants.registry import get_variant, variants
 
@@ -231,3 +231,15 @@ def test_what_does_not_go_together_is_one_line_before_any_work(case: str) -> Non
         requested(*arguments, **options)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_without_a_target_the_number_of_sites_comes_first_and_what_is_left_goes_to_the_cost() -> None:
+    table = Table(("a", "b"), ((0.0, 0.001, 0.03), (0.0, 0.01, 0.03)), ((0.0, -0.1, -0.3), (0.0, -0.1, -0.3)))
+    losing = oracle(lambda loss: 10 * loss, table)
+    assert [most_sites(table).cheapest(limit) for limit in (0.005, 0.05)] == [(1, 0), (1, 1)]
+    known = within_drop(most_sites(table), 0.45, 0.03, losing)
+    assert [step.choice for step in known] == [(1, 1)]
+    steps = within_drop(table, 0.45, 0.03, losing, known)
+    best = cheapest_that_holds(table, steps)
+    assert best is not None
+    assert best.choice in {(2, 1), (1, 2)}
