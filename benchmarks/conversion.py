@@ -1,11 +1,13 @@
 """What each attention form costs in accuracy after each stage of calibration: points of top-1 lost, mean and spread.
 
     python benchmarks/conversion.py SOURCE --checkpoint FILE --input-size 3x32x32 --mean ... --std ... \\
-        --calibrate train.npz --test test.npz [--rows l1,masked:heads=1] [--seeds 0,1,2] [--steps 200]
+        --calibrate train.npz --test test.npz [--rows "l1;masked:heads=1"] [--seeds 0,1,2] [--steps 200] \\
+        [--auto "published;all" --max-drop 0.5]
 
 Every form stands on every site; calibration sees no labels. The last row is the floor: the same model from weights
 drawn anew, distilled for as many steps. A seed draws the calibration images; the spread is the standard deviation over
-seeds. Prints a markdown table, a row as soon as it is known, and the machine it was made on.
+seeds. Rows of --auto are selections within --max-drop, fitted in closed form: how many sites were replaced, what was
+promised, what was lost. Prints a markdown table, a row as soon as it is known, and the machine it was made on.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from attnrewrite.calibrate_fit import Fit
 from attnrewrite.calibrate_images import Pool
 from attnrewrite.calibrate_stage import Calibration
 from attnrewrite.capture import Captured, capture
+from attnrewrite.conversion import Conversion, convert_source, deployed
 from attnrewrite.data import Images, load_images
 from attnrewrite.evaluation import Evaluation, evaluate_modules
 from attnrewrite.measure import environment
@@ -30,6 +33,7 @@ from attnrewrite.passes.fx import FxRewrite
 from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.fx import FxGraph
 from attnrewrite.plan import Placement, Plan
+from attnrewrite.select_budget import requested
 from attnrewrite.sources import Source, load_source
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
@@ -92,6 +96,21 @@ class Bench:
         Distillation(self.steps, rate=SCRATCH_RATE).run(given)
         return self.figures(given, time.perf_counter() - started)
 
+    def auto(self, candidates: str, max_drop: float, seed: int) -> tuple[Conversion, Evaluation, float, float]:
+        """A selection within `max_drop`: the conversion, what it does on the test images, points lost and seconds."""
+        started = time.perf_counter()
+        images = self.calibration.sample(self.samples, seed)
+        asked = requested("auto", max_drop=max_drop, candidates=candidates.split(","))
+        done = convert_source(self.source, asked, images=images, seed=seed)
+        seconds = time.perf_counter() - started
+        found = evaluate_modules(
+            {"original": done.original, "auto": deployed(done.module)}, self.test, self.source.preprocessing,
+            input_size=self.source.input_size, reference="original", batch_size=self.captured.fixed_batch,
+        )  # fmt: skip
+        assert found["original"].top1 is not None, "the test images need labels"
+        assert found["auto"].top1 is not None
+        return done, found["auto"], found["original"].top1 - found["auto"].top1, seconds
+
     def figures(self, given: Calibration, seconds: float) -> tuple[float, float, float]:
         original, student = self.evaluate(given)
         assert original.top1 is not None, "the test images need labels"
@@ -104,6 +123,19 @@ def told(lost: list[float]) -> str:
     """Points lost: the mean, and the spread where there are several seeds."""
     spread = f" ± {statistics.stdev(lost):.1f}" if len(lost) > 1 else ""
     return f"{statistics.mean(lost):.1f}{spread}"
+
+
+def auto_rows(bench: Bench, candidates: str, max_drop: float, seeds: list[int]) -> None:
+    """A table of its own: a line for each seed, as promises are kept one by one."""
+    print(
+        f"\n| auto, {candidates}, at most {max_drop:g} | sites | promised | lost | agreement | seconds |\n|{'-|' * 6}"
+    )
+    for seed in seeds:
+        done, found, lost, seconds = bench.auto(candidates, max_drop, seed)
+        promise = done.report["selection"]["promise"]
+        sites = f"{promise['replaced']} of {len(done.report['sites'])}"
+        bound = f"{promise['points']:.2f}, at most {promise['bound']:.2f}"
+        print(f"| seed {seed} | {sites} | {bound} | {lost:.2f} | {found.agreement:.1f} | {seconds:.0f} |", flush=True)
 
 
 def parsed(row: str) -> Variant:
@@ -122,6 +154,8 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=200, help="of distillation")
+    parser.add_argument("--auto", help="what selections choose from, divided by semicolons: published;all")
+    parser.add_argument("--max-drop", type=float, default=0.5, help="points that a selection may lose")
     parser.add_argument("--test-images", type=int, help="how many, drawn once; by default all")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -134,7 +168,7 @@ def main() -> None:
     bench = Bench(source, captured, load_images(chosen.calibrate), test, chosen.samples, chosen.steps)
     seeds = [int(seed) for seed in chosen.seeds.split(",")]
     print(f"| variant | {' | '.join(STAGES)} | agreement | seconds |\n|{'-|' * (len(STAGES) + 3)}", flush=True)
-    for row in chosen.rows.split(";"):
+    for row in filter(None, chosen.rows.split(";")):
         variant = parsed(row)
         stages = list(zip(*(list(bench.run(variant, seed)) for seed in seeds), strict=True))
         lost = " | ".join(told([figures[0] for figures in stage]) for stage in stages)
@@ -146,6 +180,8 @@ def main() -> None:
     seconds = f"{statistics.mean(figures[2] for figures in floor):.0f}"
     agreement = statistics.mean(figures[1] for figures in floor)
     print(f"| from scratch | {blank} | {told([figures[0] for figures in floor])} | {agreement:.1f} | {seconds} |")
+    for candidates in filter(None, (chosen.auto or "").split(";")):
+        auto_rows(bench, candidates, chosen.max_drop, seeds)
     print(f"\n{len(test)} test images, {chosen.samples} for calibration, {chosen.steps} steps; {environment(1)}")
 
 
