@@ -6,6 +6,7 @@ leaves, whether it fused it or the model spelled it as one. The exports have a f
 
 import importlib.metadata
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -167,7 +168,7 @@ def version(package: str) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()  # some exporters colour their errors
     return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
 
 
@@ -177,6 +178,10 @@ class _Flat(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        for part in module.modules():  # constants that the export left as plain attributes would stay real tensors
+            for name, value in [(name, value) for name, value in vars(part).items() if isinstance(value, Tensor)]:
+                delattr(part, name)
+                part.register_buffer(name, value)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(pytree.tree_leaves(self.module(*inputs)))

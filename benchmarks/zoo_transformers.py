@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from zoo import Recipe
 
 from attnrewrite._torchvision import import_torchvision
@@ -144,7 +145,7 @@ class Called(nn.Module):
 
     def forward(self, given: Tensor) -> tuple[Tensor, ...]:
         out = self.model(**{self.name: given}, return_dict=True)
-        return tuple(value for value in out.to_tuple() if isinstance(value, Tensor))
+        return tuple(value for value in pytree.tree_leaves(out.to_tuple()) if isinstance(value, Tensor))
 
 
 def make(recipe: Recipe) -> nn.Module:
