@@ -149,8 +149,9 @@ def _projection(
     across = (isinstance(part, OutputProjection)) != part.transposed
     total = shape[1] if across and len(shape) > 1 else shape[0]
     how = []
-    if isinstance(part, Projection) and not part.direct:
-        how.append("normalised or rotated before the product")
+    if not part.direct:
+        between = "normalised or rotated before the product", "more stands between, or reads the heads too"
+        how.append(between[isinstance(part, OutputProjection)])
     if isinstance(part, Projection) and part.factor != 1.0:
         how.append(f"times {part.factor:.6g}")
     if part.normalization is not None:
