@@ -62,7 +62,7 @@ def graph_page(graph: GraphView, found: Scan, supported: Mapping[str, Mapping[st
     drawn = {box.miss for box in boxes if box.miss is not None}
     return render(
         "graph_page.html.jinja",
-        {"counted": counted, "short": lambda text: cut(text, ROOM)},
+        {"counted": counted, "short": lambda text, bold=0: cut(text, ROOM - bold)},
         model=found.model,
         frontend={"fx": "torch.export", "onnx": "ONNX"}[found.frontend],
         boxes=boxes,

@@ -11,7 +11,7 @@ from attnrewrite.patterns.graph import GraphView, parameters_of
 from attnrewrite.site import AttentionSite, OutputProjection, Projection, Untraced
 
 _MOST_DRAWN = 150  # operators of one site beyond which a drawing is no help
-_WIDTH, _LINE_HEIGHT, _ROOM = 204, 15, 31
+_WIDTH, _LINE_HEIGHT, _ROOM = 204, 15, 29
 
 
 @dataclass(frozen=True)
