@@ -52,7 +52,7 @@ def select(
         table = Table(tuple(found.scanned), losses(found.scanned), prices(found))
         steps = _searched(found, table)
         best = cheapest_that_holds(table, steps) if auto.max_drop is not None else closest(steps)
-        if best is None:
+        if best is None or not any(best.choice):
             raise _nothing(found, table, steps)
         told = report(auto, found.judge, found.costs, table, found.scanned, steps, best)
         return Selection(standing(auto, table, best.choice), _reasons(auto, table, best.choice), told)
@@ -133,12 +133,15 @@ def _reasons(auto: Auto, table: Table, choice: Choice) -> dict[str, str]:
 
 
 def _nothing(found: Workbench, table: Table, steps: Sequence[Step]) -> NothingMatchedError:
-    least = min(steps, key=lambda step: step.loss.bound, default=None)
-    seen = "no candidate is any cheaper" if least is None else (
-        f"replacing {sum(map(bool, least.choice))} of {len(table.sites)} sites loses {least.loss.points:.2f} points, "
-        f"at most {least.loss.bound:.2f}"
-    )  # fmt: skip
+    auto = found.auto
+    tried = [step for step in steps if any(step.choice)]
+    least = min(tried, key=lambda step: step.loss.bound, default=None)
+    seen = "softmax everywhere suits the budget best"
+    if least is not None:
+        what = f"replacing {sum(map(bool, least.choice))} of {len(table.sites)} sites"
+        seen = f"{what} loses {least.loss.points:.2f} points, at most {least.loss.bound:.2f}"
+    budget = f"--max-latency {auto.max_latency}" if auto.max_drop is None else f"--max-drop {auto.max_drop:g}"
     return NothingMatchedError(
-        f"no site of {found.subject.name} can be replaced within --max-drop {found.auto.max_drop:g} ({seen}); "
-        "allow more, give more images, or other candidates (--candidates)"
+        f"no site of {found.subject.name} is to be replaced within {budget} ({seen}); "
+        "choose another budget, give more images, or other candidates (--candidates)"
     )

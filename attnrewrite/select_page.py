@@ -8,7 +8,7 @@ from attnrewrite.charts import BOTTOM, LEFT, RIGHT, TOP, Axis, ticks
 from attnrewrite.pages import render
 
 WIDTHS = (320, 960)  # drawn twice: text scaled with the picture would be unreadable on a phone
-SEEN = 3.0  # predicted losses up to so many times the largest that matters are drawn
+SEEN = 2.0  # predicted losses up to so many times the largest that matters are drawn
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from attnrewrite.plan import Plan
 from attnrewrite.select_candidates import described
 from attnrewrite.select_costs import WHOLE, Bench
 from attnrewrite.select_page import page
+from attnrewrite.select_search import Losing, Step
+from attnrewrite.select_solve import Table
 from tests.test_conversion import INPUTS, encoder
 
 COUNT = 160
@@ -170,7 +172,7 @@ def test_what_cannot_be_promised_or_found_says_so(images: torch.Tensor, labelled
         ar.convert(model, inputs, **auto, max_drop=0.5, calibration=images[:80])
     with pytest.raises(InputError, match="a label 99"):
         ar.convert(model, inputs, **auto, max_drop=9.0, calibration=[(images[0], 99), *labelled])
-    with pytest.raises(NothingMatchedError, match=r"no site of Encoder can be replaced .*\(replacing 1 of 1"):
+    with pytest.raises(NothingMatchedError, match=r"no site of Encoder is to be replaced .*\(replacing 1 of 1"):
         ar.convert(model, inputs, variant="auto", candidates=["l1"], max_drop=2.0, keep=["site1"], calibration=labelled)
 
 
@@ -193,3 +195,25 @@ def test_the_command_line_selects_and_writes_the_page(
     assert not (tmp_path / ".out.calibration").exists()
     assert main(["convert", f"{models_file}:vit", *size, "--max-drop", "1", "--out", str(tmp_path / "other")]) == 2
     assert "--max-drop is for --variant auto" in capsys.readouterr().err
+
+
+def test_an_onnx_file_gets_a_mixed_plan_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnx_ir", reason="needs onnx_ir")
+    import onnx_ir as ir
+
+    from tests.test_onnx_rewrite import IMAGE, Vit, exported_vit, run
+
+    def one_of_each(table: Table, budget: float, expected: float, losing: Losing, known: object = ()) -> list[Step]:
+        return [Step((1, 2), 0.0, losing((1, 2)), True)]
+
+    monkeypatch.setattr("attnrewrite.select.within_drop", one_of_each)
+    torch.manual_seed(0)
+    ir.save(exported_vit(Vit().eval()), tmp_path / "vit.onnx")
+    images = torch.rand(24, *IMAGE[1:])
+    done = ar.convert(tmp_path / "vit.onnx", variant="auto", max_drop=90, candidates=FEW, calibration=images)
+    assert [described(p.variant) for p in done.plan.placements] == FEW
+    folder = done.save(tmp_path / "out")
+    with torch.no_grad():
+        wanted = done.module(images[:3])
+    found = run(ir.load(folder / "model.onnx"), images[:3].numpy())[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
