@@ -5,7 +5,8 @@ Every torch function is intercepted; nothing here sees a graph, and nothing of a
 through elementwise arithmetic and data movement alone. Layers with weights and reductions end a mark, but for weights
 that mix heads with heads and nothing else.
 
-A softmax is a *site* if it reads the mark of such a product, and a later product reads its own mark: softmax(q k^T) v.
+A softmax is a *site* if it reads the mark of such a product, and a later product that
+sums as many elements as were normalised reads its own: softmax(q k^T) v.
 It is over *channels* if in that first product the channel (detection_shadow.py) changes along the rows and not along
 what is summed; else over *tokens*. It is no site if its keys belong to different images. `multi_head_attention_forward`
 and `scaled_dot_product_attention` are attention by what they are, judged by the same rules.
@@ -46,7 +47,7 @@ REDUCTIONS = {
     "grid_sample", *(f"{kind}_pool{rank}d" for kind in POOLS for rank in (1, 2, 3)),
 }  # fmt: skip
 NO_PRODUCT = "its input is no product"
-NO_VALUE = "it multiplies no value"
+NO_VALUE = "no product sums values over its axis"
 MIXES_IMAGES = "its keys belong to different images"
 
 
@@ -174,7 +175,7 @@ class Recorder(TorchFunctionMode):
         if mixed:
             return mixed
         for mark in _marks(left, right):
-            if isinstance(mark, Softmax):
+            if isinstance(mark, Softmax) and mark.keys == _size(left, sums.left):
                 mark.multiplies = True
         return frozenset({Product.of(left, right, sums)}) if sums.left else _marks(left, right)
 

@@ -17,7 +17,7 @@ import attnrewrite as ar
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 NO_PRODUCT, NO_VALUE, MIXES_IMAGES = (
     "its input is no product",
-    "it multiplies no value",
+    "no product sums values over its axis",
     "its keys belong to different images",
 )
 
@@ -93,6 +93,9 @@ CASES = {
     "squeeze and excite": (lambda q, k, v, m: q.mean(1, keepdim=True).softmax(-1) * v, [], [NO_PRODUCT]),
     "sequence pooling": (lambda q, k, v, m: q[..., :1].softmax(1).mT @ v, [], [NO_PRODUCT]),
     "a router": (routed, [], [NO_PRODUCT]),
+    "slots, normalised over the queries": (
+        lambda q, k, v, m: (m.learnt @ k.mT).softmax(1) @ v, [], [NO_VALUE],
+    ),
     "scores alone": (lambda q, k, v, m: (q @ k.mT).softmax(-1), [], [NO_VALUE]),
     "two side by side": (lambda q, k, v, m: split(q, k, v, m) + split(v, q, k, m), [("token", 6, 6, 4)] * 2, []),
 }  # fmt: skip
