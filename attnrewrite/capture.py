@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnrewrite.einsum import einsum_as_product
 from attnrewrite.errors import InputError
+from attnrewrite.patterns.fx_normalise import KNOWN, operator_name
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,12 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
             program, note = export(model.eval(), example_inputs)
         except InputError as refusal:
             return _traced_on_example(name, model, example_inputs, refusal)
-    with torch.no_grad():
-        program = program.run_decompositions(_decompositions())
+    if not _is_plain(program):
+        with torch.no_grad():
+            program = program.run_decompositions(_decompositions())
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
+    _remove_dropout(module)
     _remove_assertions(module)
     inputs = [
         n.meta["val"] for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
@@ -108,6 +111,27 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     if fixed is not None and note is None:
         note = "the exported program has a fixed batch size"
     return Captured(name, module, example_inputs, fixed, note)
+
+
+def _is_plain(program: ExportedProgram) -> bool:
+    """Whether every operation is one that the matcher knows as it is: no mutation, no einsum, no subgraph."""
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    return all(_is_known(node) for node in calls if isinstance(node.target, torch._ops.OperatorBase))
+
+
+def _is_known(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return False
+    makes = not any(isinstance(operand.meta.get("val"), Tensor) for operand in node.all_input_nodes)
+    return makes or operator_name(node) in KNOWN or operator_name(node).startswith("_assert")
+
+
+def _remove_dropout(module: GraphModule) -> None:
+    """Dropout does nothing in evaluation mode; what follows is then seen to follow."""
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.dropout.default and not node.args[2]:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
 
 
 @contextmanager

@@ -51,6 +51,7 @@ class _Reader:
         found = spell(self.graph, operation)
         if isinstance(found, NearMiss):
             return found
+        self.tracers.forget()
         return _site(self.graph, self.tracers, _without_neutral(self.graph, found), number)
 
 
@@ -65,10 +66,10 @@ def _site(graph: GraphView, tracers: Tracers, found: Spelling, number: int) -> A
             f"{folded} at {found.anchor.value}",
             (found.anchor.value,),
         )
-    query, key, value = (
-        trace_projection(graph, tracers, side, folded) for side in (found.query, found.key, found.value)
-    )
-    output = trace_output(graph, found.output, folded)
+    sides = (found.query, found.key, found.value)
+    query, key, value = (trace_projection(graph, tracers, side, folded) for side in sides)
+    own = {source for side in sides for source in layout.trace(side.value).sources}
+    output = trace_output(graph, found.output, folded, lambda value: own.issuperset(layout.trace(value).sources))
     n_queries, head_dim = found.query.lines(np.empty(graph.shape(found.query.value), np.int8)).shape[1:]
     n_keys, value_dim = found.value.lines(np.empty(graph.shape(found.value.value), np.int8)).shape[1:]
     core = _core(graph, found, folded)

@@ -90,7 +90,7 @@ class FxGraph:
     def move(self, value: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
         node = self._nodes[value]
         feed = {
-            operand: torch.from_numpy(np.ascontiguousarray(array))
+            operand: torch.from_numpy(array if array.flags.writeable else array.copy())
             for operand, array in zip(self.operation(value).inputs, arrays, strict=True)
         }
         return self._replay(node, feed).numpy()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from attnrewrite.patterns.fx_operators import FUSED_ATTENTION, IDENTITIES, INDEXED, KINDS, WHOLE_ATTENTION
+from attnrewrite.patterns.fx_operators import FACTORIES, FUSED_ATTENTION, IDENTITIES, INDEXED, KINDS, WHOLE_ATTENTION
 from attnrewrite.patterns.graph import GraphView, Operation
 
 
@@ -151,6 +151,17 @@ _SPECIAL: dict[str, Callable[[FxNodes, Node, Node, tuple[str, ...]], Operation]]
     **dict.fromkeys(("softmax", "_softmax", "_safe_softmax"), _softmax),
     **dict.fromkeys(FUSED_ATTENTION, _sdpa),
     **dict.fromkeys(WHOLE_ATTENTION, _opaque),
+}
+
+# operators with a meaning here; those shaped like another operand have a plainer spelling
+KNOWN = frozenset((*_SPECIAL, *IDENTITIES, *INDEXED, *KINDS, *FACTORIES, "pad")) - {
+    "expand_as",
+    "view_as",
+    "reshape_as",
+}
+    "expand_as",
+    "view_as",
+    "reshape_as",
 }
 
 

@@ -1,5 +1,6 @@
 """From the operands of a site back to the parameters that make them, and forward to the map that reads its output."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,11 @@ def is_map(graph: GraphView, operation: Operation) -> bool:
     return False
 
 
+def _is_convolution(graph: GraphView, operation: Operation) -> bool:
+    """A convolution of parameters over more than one token: what projects and shortens the tokens at once."""
+    return operation.kind == "conv" and all(graph.is_constant(weight) for weight in operation.inputs[1:])
+
+
 @dataclass(frozen=True)
 class Tracers:
     """Tracers of one graph, each through more than the last: data movement alone; all that keeps positions as well,
@@ -27,6 +33,11 @@ class Tracers:
     strict: Tracer
     layout: Tracer
     pooled: Tracer
+
+    def forget(self) -> None:
+        """Give back the memory of what was traced: sites share little, and a large model has many."""
+        for tracer in (self.strict, self.layout, self.pooled):
+            tracer.forget()
 
 
 def trace_projection(graph: GraphView, tracers: Tracers, side: Side, folded: Fold) -> Projection | Untraced:
@@ -59,7 +70,7 @@ def _from_map(graph: GraphView, strict: Tracer, side: Side, folded: Fold, origin
         source, operation = before.source, graph.operation(before.source)
     if operation.kind == "constant":
         return Untraced("constant", "it is a learned constant, not a projection of tokens")
-    if not is_map(graph, operation):
+    if not (is_map(graph, operation) or _is_convolution(graph, operation)):
         return Untraced("no-projection", f"it comes from {operation.name}, not from a linear map of parameters")
     channel, token = coordinates(graph, Provenance((source,), (0,), index, 1.0, ()))
     channels = side.lines(channel)[folded.lead]
@@ -75,7 +86,7 @@ def _from_map(graph: GraphView, strict: Tracer, side: Side, folded: Fold, origin
         return Untraced("mixed-tokens", "different channels read different tokens of its projection")
     if place.shape[0] > 1 and (place == place[:1]).all():
         place = place[:1]
-    read = None if padded.any() else _input_operand(graph, operation, place)
+    read = None if padded.any() or not is_map(graph, operation) else _input_operand(graph, operation, place)
     return Projection(
         input=read,
         weight=operation.inputs[1],
@@ -111,6 +122,9 @@ def _positions_as_operand(graph: GraphView, operation: Operation, value: str, pl
     return Operand(value, layout) if layout else None
 
 
+Own = Callable[[str], bool]  # whether a value is made of the site's own queries, keys or values
+
+
 @dataclass(frozen=True)
 class _Reached:
     """The map that reads a site's output, the values passed on the way, and whether these only moved the data."""
@@ -120,9 +134,9 @@ class _Reached:
     direct: bool
 
 
-def trace_output(graph: GraphView, output: Side, folded: Fold) -> OutputProjection | Untraced:
+def trace_output(graph: GraphView, output: Side, folded: Fold, own: Own) -> OutputProjection | Untraced:
     """The map that reads the heads' outputs, through data movement, activations and normalisation."""
-    reached = _follow(graph, output.value)
+    reached = _follow(graph, output.value, own)
     if isinstance(reached, Untraced):
         return reached
     operation = reached.operation
@@ -167,7 +181,7 @@ def _written(graph: GraphView, operation: Operation, read: np.ndarray, heads: tu
     return _positions_as_operand(graph, operation, operation.value, order.reshape(batch, tokens))
 
 
-def _follow(graph: GraphView, value: str) -> _Reached | Untraced:
+def _follow(graph: GraphView, value: str, own: Own) -> _Reached | Untraced:
     """The nearest linear map that reads a value, on a way of movement, activations and normalisation."""
     pending: list[tuple[str, tuple[str, ...], bool]] = [(value, (), True)]
     seen = {value}
@@ -185,7 +199,7 @@ def _follow(graph: GraphView, value: str) -> _Reached | Untraced:
             factor = constant_factor(graph, operation)
             moved = operation.kind == "move" and value in operation.inputs
             moved_alone = (moved and len(operation.inputs) == 1) or (factor is not None and factor.factor == 1.0)
-            if not moved_alone and not moved and not _keeps_positions(graph, operation, value):
+            if not moved_alone and not moved and not _keeps_positions(graph, operation, value, own):
                 what = f"its output passes through {operation.name} before any linear map"
                 stopped = stopped or Untraced("no-output-map", what)
             elif user not in seen:
@@ -194,7 +208,10 @@ def _follow(graph: GraphView, value: str) -> _Reached | Untraced:
     return stopped or Untraced("no-output-map", "no linear map reads its output")
 
 
-def _keeps_positions(graph: GraphView, operation: Operation, value: str) -> bool:
-    """Whether an operation acts on each element, or normalises, with nothing but constants beside `value`."""
-    alone = all(operand == value or graph.is_constant(operand) for operand in operation.inputs)
-    return operation.kind in ("map", "norm") and alone and graph.shape(operation.value) == graph.shape(value)
+def _keeps_positions(graph: GraphView, operation: Operation, value: str, own: Own) -> bool:
+    """Whether an operation acts on each element, or normalises, with nothing beside `value` but constants and what the
+    site itself projects: queries are added to the heads' outputs where they were pooled."""
+    if operation.kind not in ("map", "norm") or graph.shape(operation.value) != graph.shape(value):
+        return False
+    beside = (operand for operand in operation.inputs if operand != value and not graph.is_constant(operand))
+    return all(own(operand) for operand in beside)

@@ -78,12 +78,16 @@ def constant_factor(graph: GraphView, operation: Operation) -> Crossed | None:
 
 
 class Tracer:
-    """Traces values of one graph back to where `crossing` stops. Results are remembered by value."""
+    """Traces values of one graph back to where `crossing` stops. Results are remembered by value, until `forget`."""
 
     def __init__(self, graph: GraphView, crossing: Crossing | None = None) -> None:
         self._graph = graph
         self._crossing = crossing
         self._memory: dict[str, Provenance] = {}
+
+    def forget(self) -> None:
+        """Give back the memory of all results."""
+        self._memory.clear()
 
     def trace(self, value: str) -> Provenance:
         if value not in self._memory:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -88,12 +89,13 @@ def _sketch(weight: np.ndarray, combinations: int = 6) -> list[float]:
     return [norm, *((signs @ folded) / max(norm, 1e-30)).tolist()]
 
 
+@lru_cache(maxsize=8)  # a model has few sizes of weights
 def _random_signs(count: int, start: int = 0) -> np.ndarray:
     """+1 and -1 by the splitmix64 generator (Steele et al., OOPSLA 2014): the same on every machine."""
     state = (np.arange(start, start + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.where((state ^ (state >> np.uint64(31))) >> np.uint64(63), 1.0, -1.0)
+    return np.where((state ^ (state >> np.uint64(31))) >> np.uint64(63), np.int8(1), np.int8(-1))
 
 
 def _matrix(graph: GraphView, weight: str, bias: str | None, transposed: bool) -> tuple[np.ndarray, np.ndarray | None]:
