@@ -159,10 +159,6 @@ KNOWN = frozenset((*_SPECIAL, *IDENTITIES, *INDEXED, *KINDS, *FACTORIES, "pad"))
     "view_as",
     "reshape_as",
 }
-    "expand_as",
-    "view_as",
-    "reshape_as",
-}
 
 
 def operator_name(node: Node) -> str:
