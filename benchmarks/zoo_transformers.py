@@ -158,6 +158,7 @@ def make(recipe: Recipe) -> nn.Module:
     if hasattr(config, "backbone_config"):
         stages = ["stage3", "stage4"] if "num_feature_levels" in recipe.arguments else ["stage4"]
         small: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
-        config.backbone_config = transformers.ResNetConfig(**small, layer_type="basic", **{"out_features": stages})
+        small |= {"layer_type": "basic", "out_features": stages}
+        config.backbone_config = transformers.ResNetConfig(**small)
     config._attn_implementation = "eager"
     return Called(getattr(transformers, name)(config))
