@@ -1,10 +1,11 @@
 """The two halves of a softmax: back to the product that makes the scores, forward to the product with the values."""
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
-from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
 from attnrewrite.patterns.trace import constant_factor, push
 
 
@@ -94,9 +95,10 @@ def mixes_channels(graph: GraphView, operation: Operation) -> bool:
 
 
 def _at_product(graph: GraphView, operation: Operation, walk: _Walk) -> ScorePath | NoProduct:
-    live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
-    if len(live) == 2:
+    projected = cast(GraphView, ComputedConstants(graph))  # learned queries, once projected, are queries like any
+    if not any(projected.is_constant(operand) for operand in operation.inputs):
         return ScorePath(operation.value, certainty=2)
+    live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
     if not live:
         return NoProduct(operation)
     (operand,) = live

@@ -216,6 +216,11 @@ def with_parameters(parts: dict[str, Any], **shapes: tuple[int, ...]) -> Callabl
     return lambda: parts | {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
 
 
+def mixed(m: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = torch.einsum("bhij,hg->bgij", query @ key.mT * SCALE, m.mix)
+    return m.proj(merged(scores.softmax(-1) @ value))
+
+
 def pooled_queries(m: Any, x: Tensor) -> Tensor:
     query = heads(m.q(x)).unflatten(2, (3, TOKENS // 3)).amax(dim=2)
     return m.proj(merged(attend(query, heads(m.k(x)), heads(m.v(x)))))
@@ -396,4 +401,20 @@ NEAR_MISSES: list[tuple[str, str, Spelling]] = [
     ("wrong-axis", "neither queries nor keys", Spelling("over heads", packed, over_heads)),
     ("no-values", "no product with values", Spelling("scores alone", packed, scores_alone)),
     ("batch-mixing", "over images", Spelling("across images", packed, across_images)),
+]
+
+# sites that no variant can stand at, with why
+MIXED = [
+    Spelling(
+        "scores mix heads",
+        with_parameters(packed(), mix=(HEADS, HEADS)),
+        lambda m, x: mixed(m, *unpacked(m, x)),
+        {"n_queries": TOKENS, "kind": "self"},
+    ),
+    Spelling(
+        "scores of learned queries mix heads",
+        with_parameters(separate(), token=(1, 1, WIDTH), mix=(HEADS, HEADS)),
+        lambda m, x: mixed(m, heads(m.q(m.token.expand(x.shape[0], -1, -1))), heads(m.k(x)), heads(m.v(x))),
+        {"n_queries": 1, "kind": "cross"},
+    ),
 ]

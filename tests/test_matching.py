@@ -11,7 +11,7 @@ from attnrewrite.patterns.fx import FxGraph
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.site import OutputProjection, Projection, Scan
 from attnrewrite.variants.registry import get_variant
-from tests.spellings import DIM, HEADS, NEAR_MISSES, SCALE, SPELLINGS, TOKENS, Spelling, build
+from tests.spellings import DIM, HEADS, MIXED, NEAR_MISSES, SCALE, SPELLINGS, TOKENS, Spelling, build
 
 SHARED = {
     "heads": HEADS, "kv_heads": HEADS, "head_dim": DIM, "value_dim": DIM, "n_queries": TOKENS, "n_keys": TOKENS,
@@ -59,6 +59,15 @@ def test_every_spelling_is_one_site_and_rewrites_to_itself(spelling: Spelling) -
     with torch.no_grad():
         assert relative_error(rewritten(x), captured.module(x)) < 1e-6
     assert identity_errors(captured.module, rewritten, found, (x,))[site.id] < 1e-6
+
+
+@pytest.mark.parametrize("spelling", MIXED, ids=lambda s: s.name)
+def test_mixed_heads_are_a_site_that_says_so(spelling: Spelling) -> None:
+    _, found = scanned(spelling)
+    (site,) = found.sites
+    assert (site.n_queries, site.kind, site.talking_heads) == (*spelling.truth.values(), True)
+    assert site.core_reason == "scores or probabilities are mixed across heads"
+    assert all(isinstance(projection, Projection) for projection in site.projections)
 
 
 @pytest.mark.parametrize(("reason", "words", "spelling"), NEAR_MISSES, ids=lambda v: v if isinstance(v, str) else "")
