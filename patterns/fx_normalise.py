@@ -36,7 +36,8 @@ def normalise(graph: FxNodes, value: str) -> Operation:
         return Operation(node.name, "map", "identity", inputs[:1])
     if name in INDEXED:
         return _indexed(graph, node, producer, inputs)
-    if name == "copy":  # what is written over a whole tensor
+    if name == "copy" or (name == "slice_scatter" and graph.shape(inputs[0]) == graph.shape(inputs[1])):
+        # what is written over a whole tensor
         return Operation(node.name, "map", "identity", inputs[1:2])
     if name == "pad":
         mode = producer.args[2] if len(producer.args) > 2 else producer.kwargs.get("mode", "constant")
