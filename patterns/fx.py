@@ -104,6 +104,8 @@ class FxGraph:
         target, args, kwargs = node.target, list(node.args), dict(node.kwargs)
         if operator_name(node) in ("pad", "constant_pad_nd"):
             return torch.nn.functional.pad(self._plain(args[0], feed), self._plain(args[1], feed))
+        if operator_name(node) == "im2col":  # torch has it for floating point alone, which holds these numbers exactly
+            return torch.ops.aten.im2col.default(self._plain(args[0], feed).double(), *args[1:], **kwargs).long()
         kwargs.pop("memory_format", None)
         if operator_name(node) in ("view", "_unsafe_view"):
             target = torch.ops.aten.reshape.default

@@ -110,6 +110,13 @@ def maps(m: Any, x: Tensor) -> Tensor:
     return m.proj((v @ weights.transpose(-2, -1)).reshape(-1, WIDTH, 3, 4))
 
 
+def unfolded_maps(m: Any, x: Tensor) -> Tensor:
+    image = x.transpose(1, 2).reshape(-1, WIDTH, 3, 4)
+    q, k, v = F.unfold(m.qkv(image), 1).view(-1, 3, HEADS, DIM, TOKENS).unbind(1)
+    weights = (q.transpose(-2, -1) @ k * SCALE).softmax(-1)
+    return m.proj((v @ weights.transpose(-2, -1)).reshape(-1, WIDTH, 3, 4))
+
+
 def maps_with_norm(m: Any, x: Tensor) -> Tensor:
     image = x.transpose(1, 2).reshape(-1, WIDTH, 3, 4)
     q, k, v = m.norm(m.qkv(image)).flatten(2).view(-1, HEADS, 3 * DIM, TOKENS).split(DIM, dim=2)
@@ -278,6 +285,7 @@ SPELLINGS = [
         {"scale": 0.125},
     ),
     Spelling("convolutions", conv, maps, {"output_shape": (WIDTH, 3, 4)}),
+    Spelling("convolutions, unfolded", conv, unfolded_maps, {"output_shape": (WIDTH, 3, 4)}),
     Spelling("convolutions with norm", lambda: conv() | {"norm": nn.BatchNorm2d(3 * WIDTH)}, maps_with_norm),
     Spelling(
         "windows before",
