@@ -88,10 +88,16 @@ def spell_softmax(graph: GraphView, anchor: Operation) -> Spelling | NearMiss:
         return _no_product(graph, anchor, scores)
     to_softmax = (*scores.path, anchor.value)
     keys = varying_axis(graph, scores.product, to_softmax, axis)
-    if axis in graph.batch_axes(anchor.value) or (
-        keys in ("row", "column") and _runs_over_batch(graph, scores.product, keys)
-    ):
+    if axis in graph.batch_axes(anchor.value):
         return _batch_mixing(anchor)
+    if keys in ("row", "column") and _runs_over_batch(graph, scores.product, keys):
+        if graph.shape(anchor.value)[axis] == _length(graph, scores.product, keys):
+            return _batch_mixing(anchor)
+        return _miss(
+            anchor,
+            "partial-axis",
+            "the softmax runs over a part of the product's axis, which holds images or tokens beside the keys",
+        )
     if keys not in ("row", "column"):
         return _miss(
             anchor,
@@ -154,6 +160,10 @@ def _lead_order(graph: GraphView, product: str, path: tuple[str, ...]) -> np.nda
     if len(first) != count or len(np.unique(first)) != count:
         return None
     return np.argsort(first)
+
+
+def _length(graph: GraphView, product: str, keys: str) -> int:
+    return graph.shape(product)[-1 if keys == "column" else -2]
 
 
 def _runs_over_batch(graph: GraphView, product: str, keys: str) -> bool:

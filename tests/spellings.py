@@ -228,6 +228,12 @@ def mixed(m: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return m.proj(merged(scores.softmax(-1) @ value))
 
 
+def over_parts(m: Any, x: Tensor) -> Tensor:
+    parts = x.view(-1, TOKENS, HEADS, DIM)
+    scores = (m.k(parts).flatten(0, 2) @ m.q(x.mean(dim=(0, 1)).view(HEADS, DIM)).mT).view(-1, TOKENS, HEADS, HEADS)
+    return scores.softmax(dim=2).mT @ parts
+
+
 def pooled_queries(m: Any, x: Tensor) -> Tensor:
     query = heads(m.q(x)).unflatten(2, (3, TOKENS // 3)).amax(dim=2)
     return m.proj(merged(attend(query, heads(m.k(x)), heads(m.v(x)))))
@@ -409,6 +415,15 @@ NEAR_MISSES: list[tuple[str, str, Spelling]] = [
     ("wrong-axis", "neither queries nor keys", Spelling("over heads", packed, over_heads)),
     ("no-values", "no product with values", Spelling("scores alone", packed, scores_alone)),
     ("batch-mixing", "over images", Spelling("across images", packed, across_images)),
+    (
+        "partial-axis",
+        "a part of the product's axis",
+        Spelling(
+            "over parts of each token",
+            lambda: {"k": nn.Linear(DIM, DIM), "q": nn.Linear(DIM, DIM)},
+            over_parts,
+        ),
+    ),
 ]
 
 # sites that no variant can stand at, with why
