@@ -11,6 +11,7 @@ import typer
 
 from attnrewrite.cli_app import app, command
 from attnrewrite.cli_explain import explain
+from attnrewrite.cli_images import SkipBad, read_images
 from attnrewrite.cli_options import BudgetOptions, ModelOptions, RunOptions
 from attnrewrite.cli_output import Outcome, bars, conversion_table, evaluation_table, table
 from attnrewrite.errors import InputError, unknown_name
@@ -43,6 +44,7 @@ def convert(
     keep: Annotated[
         list[str] | None, typer.Option(metavar="SITE", help="A site to leave as it is; may be repeated.")
     ] = None,
+    skip_bad: SkipBad = False,
     force: Force = False,
 ) -> Outcome:
     """Replace a model's attention, carry its weights over and, with --calibrate, repair the accuracy without labels.
@@ -53,13 +55,12 @@ def convert(
     With --variant auto, each site gets the variant that the budget allows: --max-drop 0.5 bounds what is lost, and
     --max-latency 0.7 --for host the time. What was measured is in report.json and, as a picture, in report.html.
     """
-    from attnrewrite.data import load_images
     from attnrewrite.select_budget import requested
 
     check_free(out, force=force)
     options = _key_values(option or [])
     chosen = requested(variant, options, **asdict(budget), calibrated=calibrate is not None)
-    images = load_images(calibrate) if calibrate else None
+    images = read_images(calibrate, skip_bad) if calibrate else None
     api, loaded = _api(run), _load(source, model)
     if images is not None:
         images.check(loaded.preprocessing, loaded.input_size)
@@ -96,11 +97,11 @@ def evaluate(
         int | None, typer.Option(min=1, help="So many images, drawn at random.", show_default="all")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Images in one pass.", show_default="128")] = None,
+    skip_bad: SkipBad = False,
 ) -> Outcome:
     """Measure top-1 accuracy and, for a converted model, how often it agrees with the original."""
-    from attnrewrite.data import load_images
 
-    images = load_images(data)
+    images = read_images(data, skip_bad)
     images = images.sample(samples, run.seed) if samples else images
     api, loaded = _api(run), _load(source, model)
     images.check(loaded.preprocessing, loaded.input_size)
@@ -146,19 +147,19 @@ def compare(
     model: ModelOptions,
     run: RunOptions,
     data: Annotated[str | None, typer.Option(help="Images, to compare the accuracy as well.")] = None,
+    skip_bad: SkipBad = False,
     force: Force = False,
 ) -> Outcome:
     """Compare models on targets: latency where this machine can measure it, size, error and accuracy.
 
     Writes report.json and report.html to the output folder.
     """
-    from attnrewrite.data import load_images
     from attnrewrite.targets.base import get_target
 
     check_free(out, force=force)
     for name in target:
         get_target(name)
-    images = load_images(data) if data else None
+    images = read_images(data, skip_bad) if data else None
     api = _api(run)
     named = _named(sources)
     models = {

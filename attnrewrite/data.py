@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnrewrite.errors import InputError
 from attnrewrite.files import check_file
-from attnrewrite.pictures import PICTURES, check_picture, read_picture
+from attnrewrite.pictures import PICTURES, check_picture, is_whole, read_picture
 from attnrewrite.preprocessing import Preprocessing, Size, format_size, image_size
 
 
@@ -38,11 +38,13 @@ class Pixels(Protocol):
 
 @dataclass(frozen=True)
 class Images:
-    """Images and, where known, their labels [N]. `classes` are the names of the labels, if the data names them."""
+    """Images and, where known, their labels [N]. `classes` are the names of the labels, if the data names them;
+    `skipped` the files that were left out as damaged."""
 
     x: Pixels
     y: np.ndarray | None = None
     classes: tuple[str, ...] = ()
+    skipped: tuple[Path, ...] = ()
 
     def __len__(self) -> int:
         return len(self.x)
@@ -162,19 +164,20 @@ class Inputs:
         return self.values.float()
 
 
-def load_images(data: "str | Path | Images | Iterable") -> Images:
+def load_images(data: "str | Path | Images | Iterable", skip_bad: bool = False) -> Images:
     """Images from a folder (flat, or one subfolder per class in order of name), an .npz, or an iterable.
 
     An `.npz` holds `x` uint8 [N, H, W] or [N, H, W, C] and optionally integer labels `y` [N]. An iterable (a list, a
     tensor, a DataLoader) gives tensors, or (tensor, label) pairs: float ones [C, H, W] or [B, C, H, W] are the model's
-    inputs as they stand, uint8 ones are pictures to be normalised. Raises InputError for what cannot be read.
+    inputs as they stand, uint8 ones are pictures to be normalised. Raises InputError for what cannot be read; with
+    `skip_bad`, damaged files of a folder are left out instead, and told in `skipped`.
     """
     if isinstance(data, Images):
         return data
     if isinstance(data, str | Path):
         path = Path(data).expanduser()
         if path.is_dir():
-            return _from_folder(path)
+            return _whole(_from_folder(path)) if skip_bad else _checked(_from_folder(path))
         if path.suffix == ".npz":
             return _from_npz(path)
         problem = "is neither" if path.exists() else "does not exist"
@@ -199,12 +202,28 @@ def _from_folder(folder: Path) -> Images:
         raise InputError(f"{folder} holds both images and folders of images: which labels are meant is not clear")
     if not flat and not paths:
         raise InputError(f"{folder} holds no images ({', '.join(PICTURES)}), neither in it nor one folder below")
-    for path in flat or paths:
-        check_picture(path)
     if flat:
         return Images(Files(tuple(flat), str(folder)))
     labels = np.repeat(np.arange(len(classes)), [len(each) for each in found])
     return Images(Files(tuple(paths), str(folder)), labels, tuple(path.name for path in classes))
+
+
+def _checked(images: Images) -> Images:
+    assert isinstance(images.x, Files)
+    for path in images.x.paths:
+        check_picture(path)
+    return images
+
+
+def _whole(images: Images) -> Images:
+    """The images that can be read to their end, which is tried for each."""
+    assert isinstance(images.x, Files)
+    whole = np.array([is_whole(path) for path in images.x.paths])
+    if not whole.any():
+        raise InputError(f"{images.x.name}: all {len(whole)} images are damaged")
+    bad = tuple(path for path, good in zip(images.x.paths, whole, strict=True) if not good)
+    kept = np.flatnonzero(whole)
+    return replace(images, x=images.x[kept], y=None if images.y is None else images.y[kept], skipped=bad)
 
 
 def _from_npz(path: Path) -> Images:

@@ -17,7 +17,17 @@ def check_picture(path: Path) -> None:
     try:
         Image.open(path).close()
     except (UnidentifiedImageError, OSError) as error:
-        raise InputError(f"{path} is not an image that can be read: mend it or remove it") from error
+        raise InputError(f"{path} is not an image that can be read: mend it, remove it, or --skip-bad") from error
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the file is a picture that can be read to its end."""
+    try:
+        with Image.open(path) as picture:
+            picture.load()
+    except (UnidentifiedImageError, OSError, SyntaxError):
+        return False
+    return True
 
 
 def read_picture(path: Path, transform: Preprocessing, size: Size) -> np.ndarray:
@@ -27,7 +37,7 @@ def read_picture(path: Path, transform: Preprocessing, size: Size) -> np.ndarray
         with Image.open(path) as opened:
             picture = opened.convert("L" if channels == 1 else "RGB")
     except (OSError, SyntaxError) as error:
-        raise InputError(f"{path} is damaged ({error}): mend it or remove it") from error
+        raise InputError(f"{path} is damaged ({error}): mend it, remove it, or --skip-bad") from error
     scaled = _cover(picture.size, (math.floor(width / transform.crop), math.floor(height / transform.crop)))
     if scaled != picture.size:
         picture = picture.resize(scaled, Image.Resampling[transform.interpolation.upper()])

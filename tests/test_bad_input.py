@@ -1,5 +1,6 @@
 """Command lines that cannot be carried out: an exit code, one clear line on standard error, nothing left behind."""
 
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -226,3 +227,14 @@ def test_a_disk_that_fills_up_leaves_nothing(
     assert main([*f"convert models.py:vit {SIZE} --out".split(), str(tmp_path / "new" / "out")]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
+
+
+def test_damaged_pictures_are_counted_and_named_where_they_may_be_skipped(
+    given: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(given)
+    line = f"{EVALUATE} --data damaged --skip-bad --json"
+    assert main(line.split()) == 0
+    printed = capsys.readouterr()
+    assert "damaged: 1 of 2 images are damaged and left out: b.jpg" in printed.err
+    assert json.loads(printed.out)["n"] == 1

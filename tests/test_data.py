@@ -238,3 +238,26 @@ def test_bad_sizes(size: object) -> None:
 def test_bad_channel_values(mean: str | None, std: str | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
         override(None, mean, std)
+
+
+def test_damaged_files_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    for name in ("a/1.png", "a/2.png", "b/3.png"):
+        picture(tmp_path / name, 6, 8, 3)
+    whole = (tmp_path / "a/2.png").read_bytes()
+    (tmp_path / "a/2.png").write_bytes(whole[: len(whole) // 2])  # begins as a picture, and breaks off
+    (tmp_path / "b/4.png").write_text("no picture")
+    with pytest.raises(InputError, match=r"4\.png is not an image that can be read: mend it, remove it, or --skip-bad"):
+        load_images(tmp_path)
+    images = load_images(tmp_path, skip_bad=True)
+    assert [path.name for path in images.skipped] == ["2.png", "4.png"]
+    assert images.y is not None
+    assert images.y.tolist() == [0, 1]
+    ((batch, _),) = images.batches(PLAIN, 8, SIZE)
+    assert len(batch) == 2
+    (tmp_path / "b/4.png").unlink()
+    with pytest.raises(InputError, match=r"2\.png is damaged"):
+        next(load_images(tmp_path).batches(PLAIN, 8, SIZE))
+    for name in ("a/1.png", "b/3.png"):
+        (tmp_path / name).write_text("no picture either")
+    with pytest.raises(InputError, match="all 3 images are damaged"):
+        load_images(tmp_path, skip_bad=True)
