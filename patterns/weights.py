@@ -33,8 +33,8 @@ def fingerprint(graph: GraphView, projections: tuple[Projection | OutputProjecti
     """
     parts = []
     for role, projection in zip("qkvo", projections, strict=True):
-        if isinstance(projection, Untraced):
-            continue
+        if isinstance(projection, Untraced) or (isinstance(projection, OutputProjection) and not projection.direct):
+            continue  # what lies between an output and its map, and behind it, exporters fold in their own ways
         read = output_weights if isinstance(projection, OutputProjection) else projection_weights
         weight, _ = read(graph, projection)  # type: ignore[arg-type]
         numbers = ",".join(f"{number:.5g}" for number in _sketch(weight))
