@@ -34,6 +34,7 @@ test: venv
 
 bench: venv
 	$(BIN)/python examples/train_digits_vit.py --check
+	$(BIN)/python benchmarks/explain_speed.py
 	$(BIN)/python benchmarks/detection.py
 
 lint: venv

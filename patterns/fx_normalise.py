@@ -154,12 +154,10 @@ _SPECIAL: dict[str, Callable[[FxNodes, Node, Node, tuple[str, ...]], Operation]]
     **dict.fromkeys(WHOLE_ATTENTION, _opaque),
 }
 
-# operators with a meaning here; those shaped like another operand have a plainer spelling
-KNOWN = frozenset((*_SPECIAL, *IDENTITIES, *INDEXED, *KINDS, *FACTORIES, "pad")) - {
-    "expand_as",
-    "view_as",
-    "reshape_as",
-}
+_SHAPED_LIKE_ANOTHER = frozenset(("expand_as", "view_as", "reshape_as"))  # torch decomposes them to a plainer spelling
+
+# operators that are read as exported
+KNOWN = frozenset((*_SPECIAL, *IDENTITIES, *INDEXED, *KINDS, *FACTORIES, "pad")) - _SHAPED_LIKE_ANOTHER
 
 
 def operator_name(node: Node) -> str:
