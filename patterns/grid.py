@@ -11,7 +11,7 @@ _MOST_PREFIX_TOKENS = 32
 
 
 def find_grid(graph: GraphView, strict: Tracer, query: Projection | None, tokens: int, windows: int) -> Grid | None:
-    """The grid behind the tokens of a self-attention, read from the window's layout or from the last feature map."""
+    """The grid behind the tokens of a self-attention: of the window, of the last feature map, or of rows and columns."""
     if query is None or query.input is None:
         return None
     if windows > 1:
@@ -25,7 +25,30 @@ def find_grid(graph: GraphView, strict: Tracer, query: Projection | None, tokens
                 0 < prefix <= _MOST_PREFIX_TOKENS and _joined_after(graph, tuple(found), tokens, prefix)
             ):
                 return Grid(shape[2], shape[3], prefix)
+    return _merged_grid(graph, strict, query, tokens, tuple(found))
+
+
+def _merged_grid(
+    graph: GraphView, strict: Tracer, query: Projection, tokens: int, found: tuple[str, ...]
+) -> Grid | None:
+    """The rows and columns of a [B, rows, columns, C] that the tokens are, in order, where a feature map behind it is
+    the same picture at another resolution: a stage after merged patches whose window is the whole map.
+    """
+    assert query.input is not None
+    behind = strict.trace(query.input.value)
+    shape = graph.shape(behind.source) if behind.source else ()
+    if len(shape) != 4 or shape[1] * shape[2] != tokens or (np.diff(behind.index.ravel()) != 1).any():
+        return None
+    rows, columns = shape[1:3]
+    maps = [graph.shape(value)[2:] for value in found if graph.operation(value).kind in ("conv", "pool")]
+    if any(len(size) == 2 and _is_reduced(size, (rows, columns)) for size in maps):
+        return Grid(rows, columns)
     return None
+
+
+def _is_reduced(large: tuple[int, ...], small: tuple[int, ...]) -> bool:
+    """Whether one stride makes both sides of `large` those of `small`, padded where it does not divide them."""
+    return any(tuple(-(-side // stride) for side in large) == small for stride in range(1, large[0] + 1))
 
 
 def _joined_after(graph: GraphView, values: tuple[str, ...], tokens: int, prefix: int) -> bool:

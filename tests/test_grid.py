@@ -1,0 +1,45 @@
+"""Tokens of a stage whose one window is the whole map: an image where a feature map behind them is the same picture."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.api import explain
+from attnrewrite.site import Grid
+
+Side = tuple[int, int]
+
+
+class Stage(nn.Module):
+    """[B, 8, *before] -> the tokens of a map of `after`, in rows or (`by_columns`) in columns, attended in one window."""
+
+    def __init__(self, before: Side, after: Side, by_columns: bool) -> None:
+        super().__init__()
+        self.after, self.by_columns = after, by_columns
+        self.stem, self.merge = nn.Conv2d(8, 8, 1), nn.Linear(before[0] * before[1], after[0] * after[1])
+        self.norm, self.qkv, self.proj = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = self.after
+        stage = self.norm(self.merge(self.stem(x).flatten(2)).mT.reshape(-1, rows, columns, 8))
+        window = stage.view(-1, 1, rows, 1, columns, 8).permute(0, 1, 3, 2, 4, 5)
+        tokens = (window.transpose(3, 4) if self.by_columns else window).reshape(-1, rows * columns, 8)
+        q, k, v = self.qkv(tokens).view(-1, rows * columns, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return self.proj(((q @ k.mT * 0.5).softmax(-1) @ v).transpose(1, 2).reshape(-1, rows * columns, 8))
+
+
+CASES: dict[str, tuple[Side, Side, bool, Grid | None]] = {
+    "merged patches": ((6, 8), (3, 4), False, Grid(3, 4)),
+    "merged patches of a padded map": ((7, 9), (4, 5), False, Grid(4, 5)),
+    "a map of the same size": ((3, 4), (3, 4), False, Grid(3, 4)),
+    "another shape than the map's": ((6, 8), (2, 6), False, None),
+    "columns before rows": ((6, 8), (3, 4), True, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_grid_of_a_stage_that_is_one_window(case: str) -> None:
+    before, after, by_columns, expected = CASES[case]
+    (site,) = explain(Stage(before, after, by_columns).eval(), (torch.randn(1, 8, *before),))
+    assert site.windows == 1
+    assert site.grid == expected
