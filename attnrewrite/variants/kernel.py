@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from attnrewrite.variants.layout import safe
+from attnrewrite.variants.layout import as_type, safe, wide
 
 Order = Literal["auto", "qk", "kv"]
 
@@ -42,6 +42,9 @@ def kernel_attention(query: Tensor, key: Tensor, value: Tensor, epsilon: float, 
     """Weights phi(q) . phi(k), normalised over the keys: phi(q) [phi(k)^T v] / phi(q) . sum_j phi(k_j).
 
     `query` and `key` are the features, non-negative; `epsilon` is the least that the mean weight of a row may be.
+    Half precision is left to the values that come and go: products of features have a wider range than it.
     """
+    query, key = wide(query), wide(key)
     weight = query @ key.mean(2, keepdim=True).transpose(2, 3)
-    return mean_product(query, key, value, order) / weight.clamp(min=safe(epsilon, weight.dtype))
+    total = mean_product(query, key, wide(value), order)
+    return as_type(total / weight.clamp(min=safe(epsilon, weight.dtype)), value.dtype)

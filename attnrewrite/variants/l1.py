@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
-from attnrewrite.variants.layout import merge_heads, safe, split_heads
+from attnrewrite.variants.layout import centred, merge_heads, safe, split_heads
 from attnrewrite.variants.linear import LinearVariant
 
 EPSILON = 1e-12
@@ -18,12 +18,12 @@ def l1_attention(query: Tensor, key: Tensor, value: Tensor, order: Order = "auto
     """q_hat k_hat^T v with q_hat, k_hat of l1 norm one per channel over the tokens (SimA, equation 3).
 
     query [B, H, N, d], key [B, H, M, d], value [B, H, M, e] -> [B, H, N, e]. Norms are taken as means and the
-    division by N is left to the end, so that half precision neither overflows nor underflows.
+    division by N is halved between the ends, so that half precision neither overflows nor underflows.
     """
-    tokens = query.shape[2]
-    query = query / query.abs().mean(2, keepdim=True).clamp(min=safe(EPSILON / tokens, query.dtype))
+    tokens, share = query.shape[2], query.shape[2] ** 0.5
+    query = query / (query.abs().mean(2, keepdim=True).clamp(min=safe(EPSILON / tokens, query.dtype)) * share)
     key = key / key.abs().mean(2, keepdim=True).clamp(min=safe(EPSILON / key.shape[2], key.dtype))
-    return mean_product(query, key, value, order) / tokens
+    return mean_product(query, key, value, order) / share
 
 
 def unit_l1(tokens: Tensor) -> Tensor:
@@ -43,12 +43,11 @@ class L1Form(Form):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         if not self.centred:
             return self._attend(query, key, value)
-        key = key - key.mean(2, keepdim=True)
-        return self._attend(query, key, value) + value.mean(2, keepdim=True)
+        return self._attend(query, centred(key), value) + value.mean(2, keepdim=True)
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         """The l2 norm of each token's normalised query and key, which says how much it weighs (SimA, section 4.7)."""
-        key = heads.key - heads.key.mean(2, keepdim=True) if self.centred else heads.key
+        key = centred(heads.key) if self.centred else heads.key
         parts = {"|query|": heads.query, "|key|": key}
         if self.single_head:
             parts = {name: merge_heads(part).unsqueeze(1) for name, part in parts.items()}

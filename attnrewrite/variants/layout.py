@@ -25,11 +25,27 @@ def safe(epsilon: float, dtype: torch.dtype) -> float:
     return max(epsilon, torch.finfo(dtype).smallest_normal)
 
 
+def wide(x: Tensor) -> Tensor:
+    """`x`, half precision as float32: where products or sums would leave its range, as in torch's own softmax."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` as `dtype`; where it is that already, nothing that an export would write down."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def centred(tokens: Tensor) -> Tensor:
+    """[B, H, N, d] without its mean over the tokens."""
+    whole = wide(tokens)
+    return as_type(whole - whole.mean(2, keepdim=True), tokens.dtype)
+
+
 def unit(x: Tensor, axis: int) -> Tensor:
-    """`x` of l2 norm one along `axis`. Means, not sums, of squares: half precision has no room for the sums."""
-    size = x.shape[axis]
-    mean = x.square().mean(axis, keepdim=True).clamp(min=safe(1e-24 / size, x.dtype))
-    return x / mean.sqrt() * size**-0.5
+    """`x` of l2 norm one along `axis`. Means, not sums, of squares: a device's half precision has no room for sums."""
+    size, whole = x.shape[axis], wide(x)
+    mean = whole.square().mean(axis, keepdim=True).clamp(min=safe(1e-24 / size, whole.dtype))
+    return as_type(whole / mean.sqrt() * size**-0.5, x.dtype)
 
 
 def score_scale(site: AttentionSite) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite, Grid
 from attnrewrite.variants.base import Form, Heads, Variant, summed_with
-from attnrewrite.variants.layout import image_grid, merge_heads, score_scale, split_heads, take_heads
+from attnrewrite.variants.layout import as_type, image_grid, merge_heads, score_scale, split_heads, take_heads, wide
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.neighbours import Neighbourhood
 from attnrewrite.variants.placement import count_by_error, heads_by_error, heads_by_locality
@@ -37,7 +37,7 @@ class HardMask(nn.Module):
         self.register_buffer("inside", self.near.inside(), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        weights, rest = self.weights(query, key, bias)
+        weights, rest = (as_type(part, value.dtype) for part in self.weights(query, key, bias))
         out = rest * value.mean(2, keepdim=True)
         for step, near in enumerate(self.near.shifted(value[:, :, self.prefix :])):
             out = out + weights[..., step : step + 1] * near
@@ -60,6 +60,7 @@ class HardMask(nn.Module):
 
     def scores(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
         """Scores of the grid's queries with their neighbours' keys, then with the prefix keys."""
+        query, key = wide(query), wide(key)
         image = query[:, :, self.prefix :] * self.scale
         scores = self.near.scores(image, key[:, :, self.prefix :])
         if bias is not None:
@@ -153,9 +154,9 @@ def soft_masked_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor, alpha: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """softmax(s * (M + alpha (1 - M))) v, with the dense mask M [N, N] and alpha [H, 1, 1] (MaiT, section 4.3)."""
-    scores = (query * scale) @ key.transpose(2, 3)
+    scores = (wide(query) * scale) @ wide(key).transpose(2, 3)
     scores = scores if bias is None else scores + bias
-    return torch.softmax(scores * (mask + alpha * (1 - mask)), dim=3) @ value
+    return as_type(torch.softmax(scores * (mask + alpha * (1 - mask)), dim=3), value.dtype) @ value
 
 
 class SoftMaskedForm(Form):
@@ -176,8 +177,8 @@ class SoftMaskedForm(Form):
         self.register_buffer("dense", dense, persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        alpha, dense = torch.sigmoid(self.logit), self.dense.to(query.dtype)
-        return soft_masked_attention(query, key, value, self.mask.scale, dense, alpha, bias)
+        alpha = torch.sigmoid(wide(self.logit))
+        return soft_masked_attention(query, key, value, self.mask.scale, self.dense.to(alpha.dtype), alpha, bias)
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         """As the hard form's."""

@@ -11,7 +11,7 @@ from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, Variant
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
-from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, take_heads, unit
+from attnrewrite.variants.layout import as_type, merge_heads, score_scale, split_heads, take_heads, unit, wide
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.recut import Recut, recut_multiplies, signed_pairs
 
@@ -40,10 +40,13 @@ def head_flows(query: Tensor, key: Tensor, epsilon: float) -> Flows:
 
 
 def features(x: Tensor, reading: Reading) -> Tensor:
-    """Phi: the sigmoid, of each head's unit vector in the paper and of the vector itself in the code."""
-    if reading != "paper":
-        return torch.sigmoid(x)
-    return torch.sigmoid(unit(x, 3))
+    """Phi: the sigmoid, of each head's unit vector in the paper and of the vector itself in the code.
+
+    A conversion divides by sums of it, which must not be nought where a model's own queries or keys are far below it.
+    """
+    if reading == "paper":
+        return torch.sigmoid(unit(x, 3))
+    return torch.sigmoid(x) if reading == "code" else torch.sigmoid(x).clamp(min=EPSILON)
 
 
 def competition(flows: Flows, reading: Reading) -> Tensor:
@@ -61,14 +64,14 @@ def mobile_attention(query: Tensor, key: Tensor, value: Tensor, reading: Reading
     compete, times N, and each row is divided by its head flow, so that the result grows with N. `conversion`: as the
     code, with the paper's division.
     """
-    query, key = features(query, reading), features(key, reading)
+    query, key = features(wide(query), reading), features(wide(key), reading)
     epsilon = 0.0 if reading == "paper" else EPSILON
     flows = head_flows(query, key, epsilon)
-    value = value * competition(flows, reading)
-    total = mean_product(query, key, value, order) * torch.sigmoid(flows.competed_incoming)
+    total = mean_product(query, key, wide(value) * competition(flows, reading), order)
+    total = total * torch.sigmoid(flows.competed_incoming)
     if reading == "code":
-        return total / flows.incoming * key.shape[2]
-    return total / (query @ key.mean(2, keepdim=True).transpose(2, 3))
+        return as_type(total / flows.incoming * key.shape[2], value.dtype)
+    return as_type(total / (query @ key.mean(2, keepdim=True).transpose(2, 3)), value.dtype)
 
 
 class MobileForm(Form):

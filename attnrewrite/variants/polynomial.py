@@ -12,7 +12,7 @@ from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, Variant, received
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product
-from attnrewrite.variants.layout import score_scale
+from attnrewrite.variants.layout import as_type, centred, score_scale, wide
 from attnrewrite.variants.least_squares import LeastSquares
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.recut import score_factors
@@ -78,12 +78,17 @@ class PolynomialForm(Form):
         self.register_buffer("expand", torch.eye(degree + 1)[degrees].T.contiguous(), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        query = query @ self.query_map
-        key = (key - key.mean(2, keepdim=True)) @ self.key_map
-        if self.order == "qk":
-            weights = self._polynomial(query @ key.transpose(2, 3))
-            return (weights @ value) / weights.sum(3, keepdim=True).clamp(min=key.shape[2])
-        weights = self.coefficients @ self.expand.to(query.dtype) * self.repeats.to(query.dtype)
+        query = wide(query) @ wide(self.query_map)
+        key = centred(wide(key)) @ wide(self.key_map)
+        attend = self._by_scores if self.order == "qk" else self._by_monomials
+        return as_type(attend(query, key, wide(value)), value.dtype)
+
+    def _by_scores(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        weights = self._polynomial(query @ key.transpose(2, 3))
+        return (weights @ value) / weights.sum(3, keepdim=True).clamp(min=key.shape[2])
+
+    def _by_monomials(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        weights = wide(self.coefficients) @ self.expand.to(query.dtype) * self.repeats.to(query.dtype)
         query = monomials(query, self.degree) * weights.unsqueeze(1)
         key = monomials(key, self.degree)
         total = query @ key.mean(2, keepdim=True).transpose(2, 3)
@@ -91,7 +96,7 @@ class PolynomialForm(Form):
 
     def _polynomial(self, scores: Tensor) -> Tensor:
         """p(s) by Horner's rule, for scores [B, H, N, M]."""
-        terms = self.coefficients.unsqueeze(2).unsqueeze(3)
+        terms = wide(self.coefficients).unsqueeze(2).unsqueeze(3)
         result = terms[:, self.degree].expand_as(scores)
         for power in reversed(range(self.degree)):
             result = result * scores + terms[:, power]
@@ -110,7 +115,7 @@ class PolynomialForm(Form):
         self.key_map.copy_(key_map)
         fit = LeastSquares()
         for heads in activations():
-            key = heads.key - heads.key.mean(2, keepdim=True)
+            key = centred(heads.key)
             step = max(1, heads.query.shape[2] // ROWS_PER_IMAGE)
             for query, image in zip(heads.query[:, :, ::step], key, strict=True):
                 exact = ((query * self.scale) @ image.transpose(1, 2)).double()

@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnrewrite.variants.base import Heads
+from attnrewrite.variants.layout import wide
 
 
 class Recut(nn.Module):
-    """query A_q and key A_k + shift, for query and key [B, H, N, d]. It starts as the identity times `start`."""
+    """query A_q and key A_k + shift, for query and key [B, H, N, d]; half precision comes out as float32, for features
+    and exponentials of it. It starts as the identity times `start`.
+    """
 
     def __init__(self, heads: int, head_dim: int, start: float = 1.0) -> None:
         super().__init__()
@@ -24,7 +27,7 @@ class Recut(nn.Module):
         self.shift = nn.Parameter(torch.zeros(heads, 1, head_dim))
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return query @ self.query, key @ self.key + self.shift
+        return wide(query) @ wide(self.query), wide(key) @ wide(self.key) + wide(self.shift)
 
     @torch.no_grad()
     def fit(self, batches: Iterator[Heads], scale: float, arrange: Callable[[Tensor], Tensor]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, received
 from attnrewrite.variants.kernel import Order, cheaper_order, kernel_attention, mean_product, product_multiplies
-from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, unit
+from attnrewrite.variants.layout import centred, merge_heads, score_scale, split_heads, unit
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.recut import Recut
 
@@ -67,8 +67,7 @@ class TaylorForm(Form):
         self.order = order
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        key = key - key.mean(2, keepdim=True)
-        return value.mean(2, keepdim=True) + mean_product(query * self.scale, key, value, self.order)
+        return value.mean(2, keepdim=True) + mean_product(query * self.scale, centred(key), value, self.order)
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         return received(self, heads)
