@@ -164,3 +164,13 @@ def test_softmax_weights_are_the_same_for_shifted_keys() -> None:
     torch.testing.assert_close(
         softmax_attention(*shifted[:3], SITE.scale), softmax_attention(query, key, value, SITE.scale), atol=1e-9, rtol=0
     )
+
+
+@pytest.mark.parametrize("name", sorted(variants()))
+def test_fits_stay_finite_where_scores_run_to_thousands(name: str) -> None:
+    """Weights of e^1000 are beyond float64: such a softmax is one-hot, and the fit is poor but a number."""
+    batches = [Heads(100 * heads.query, 100 * heads.key, heads.value) for heads in BATCHES[:2]]
+    form = get_variant(name).build(SITE)
+    form.refine(lambda: (Heads(*(part.float() for part in heads[:3])) for heads in batches))
+    assert all(torch.isfinite(tensor).all() for tensor in form.state_dict().values())
+    assert torch.isfinite(form(*(part.float() for part in batches[0][:3]))).all()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Heads
+from attnrewrite.variants.base import Form, Heads, refuse_unpaired
 from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, unit
 from attnrewrite.variants.least_squares import LeastSquares
 from attnrewrite.variants.linear import LinearVariant
@@ -102,8 +102,8 @@ class Additive(LinearVariant):
     source = "Shaker et al. 2023, SwiftFormer, equations 4-6, with the code's normalisations"
 
     def refuse_form(self, site: AttentionSite) -> str | None:
-        if site.n_queries != site.n_keys:
-            return "pairs each query with the value of the same token, and there are not as many of both"
+        if reason := refuse_unpaired(site):
+            return reason
         if site.head_dim != site.value_dim:
             return f"multiplies query and value channel by channel, and they have {site.head_dim} and {site.value_dim}"
         return None

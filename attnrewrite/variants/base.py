@@ -96,6 +96,15 @@ class Variant:
         raise NotImplementedError
 
 
+def refuse_unpaired(site: AttentionSite) -> str | None:
+    """The refusal of forms that meet query and key (or value) token by token, as the published self-attention does."""
+    if site.n_queries != site.n_keys:
+        return "pairs each query with the key of the same token, and there are not as many of both"
+    if site.kind == "cross":
+        return "pairs each query with the key of the same token, and they are of different tokens"
+    return None
+
+
 def refuse_unless_plain(site: AttentionSite) -> str | None:
     """The refusals that every linear form shares: what it has no place for."""
     if site.axis != "token":

@@ -56,8 +56,11 @@ def score_scale(site: AttentionSite) -> float:
 
 
 def image_grid(site: AttentionSite) -> Grid | None:
-    """The grid that the site's queries and keys both lie on, or None when there is none."""
-    grid = site.grid
+    """The grid that the site's queries and keys both lie on, or None when there is none.
+
+    Cross-attention has none: where one side's grid lies in the other's image is not known.
+    """
+    grid = site.grid if site.kind == "self" else None
     return grid if grid and grid.tokens == site.n_queries == site.n_keys else None
 
 

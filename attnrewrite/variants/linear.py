@@ -1,6 +1,7 @@
 """What every linear form's variant shares: the sites it refuses, exact prefix rows, the local branch, the count."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Variant, refuse_unless_plain
@@ -24,6 +25,8 @@ class LinearVariant(Variant):
     local: bool = False
     approximate: bool = False
 
+    approximation: ClassVar[str] = "leaves it out"
+
     def form(self, site: AttentionSite) -> Form:
         raise NotImplementedError
 
@@ -41,7 +44,7 @@ class LinearVariant(Variant):
         if plain.bias == "input":
             return "its scores carry a mask or bias that is an input of the model"
         if plain.bias == "constant":
-            return "adds a constant bias to its scores; approximate=true leaves it out"
+            return f"adds a constant bias to its scores; approximate=true {self.approximation}"
         if self.local and image_grid(site) is None:
             return "local=true needs tokens that are known to be an image grid"
         return self.refuse_form(site)

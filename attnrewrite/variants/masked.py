@@ -203,6 +203,7 @@ class Masked(LinearVariant):
     soft: bool = False
     tolerance: float = 0.1
 
+    approximation = "keeps it between neighbours only"
     name = "masked"
     summary = "MaiT: softmax over the scores of 3x3 or 5x5 neighbours, zeros beyond"
     source = "Li et al. 2022, MaiT, equations 2-3 and section 4.3"

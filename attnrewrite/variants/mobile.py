@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Heads, Variant
+from attnrewrite.variants.base import Form, Heads, Variant, refuse_unpaired
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
 from attnrewrite.variants.layout import as_type, merge_heads, score_scale, split_heads, take_heads, unit, wide
 from attnrewrite.variants.linear import LinearVariant
@@ -169,8 +169,8 @@ class Mobile(LinearVariant):
 
     def refuse_form(self, site: AttentionSite) -> str | None:
         channels = site.heads * site.head_dim
-        if site.n_queries != site.n_keys:
-            return "its flows pair each query with the key of the same token, and there are not as many of both"
+        if reason := refuse_unpaired(site):
+            return reason
         if channels % self.head_dim:
             return f"its {channels} channels do not split into heads of {self.head_dim}"
         count = channels // self.head_dim

@@ -19,6 +19,7 @@ from attnrewrite.variants.recut import score_factors
 
 RIDGE = 1e-9
 ROWS_PER_IMAGE = 128
+LARGEST_LEVEL = 40.0  # of a row's mean weight, as a logarithm, up to which the fit follows it: float32 ends at 88
 
 
 def feature_count(rank: int, degree: int) -> int:
@@ -121,8 +122,9 @@ class PolynomialForm(Form):
                 exact = ((query * self.scale) @ image.transpose(1, 2)).double()
                 near = ((query @ self.query_map) @ (image @ self.key_map).transpose(1, 2)).double()
                 powers = torch.stack([near**power for power in range(self.degree + 1)], dim=3)
-                total = exact.exp().mean(2, keepdim=True)
-                fit.add((powers / total.unsqueeze(3)).flatten(1, 2), (exact.exp() / total).flatten(1).unsqueeze(2))
+                level = exact.logsumexp(2, keepdim=True) - math.log(exact.shape[2])
+                share = torch.exp(-level.clamp(max=LARGEST_LEVEL)).unsqueeze(3)
+                fit.add((powers * share).flatten(1, 2), (exact - level).exp().flatten(1).unsqueeze(2))
         self.coefficients.copy_(fit.solve(RIDGE)[:, :, 0])
 
     def resolve(self, variant: Variant) -> Variant:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Heads, received
+from attnrewrite.variants.base import Form, Heads, received, refuse_unpaired
 from attnrewrite.variants.kernel import Order, cheaper_order, kernel_attention, mean_product, product_multiplies
 from attnrewrite.variants.layout import centred, merge_heads, score_scale, split_heads, unit
 from attnrewrite.variants.linear import LinearVariant
@@ -146,9 +146,7 @@ class CrossCovariance(LinearVariant):
     source = "El-Nouby et al. 2021, XCiT, equation 3"
 
     def refuse_form(self, site: AttentionSite) -> str | None:
-        if site.n_queries != site.n_keys:
-            return "multiplies query and key over the same tokens, and there are not as many of both"
-        return refuse_unequal(site)
+        return refuse_unpaired(site) or refuse_unequal(site)
 
     def form(self, site: AttentionSite) -> Form:
         return CrossCovarianceForm(site.heads)
