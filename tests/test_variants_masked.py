@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from variant_sites import make_heads, make_site
 
 from attnrewrite.site import AttentionSite, Grid
 from attnrewrite.variants.base import Heads
 from attnrewrite.variants.masked import HardMask, Masked, MaskedForm, SoftMaskedForm
+from attnrewrite.variants.placement import heads_by_locality
 from attnrewrite.variants.softmax import softmax_attention
 
 GRIDS = [Grid(4, 7), Grid(7, 4, 1), Grid(1, 6, 2), Grid(5, 1), Grid(2, 2, 3), Grid(6, 5, 5), Grid(1, 1, 1)]
@@ -45,6 +47,20 @@ def test_hard_masks_equal_the_dense_formula(grid: Grid, size: int, biased: bool)
     torch.testing.assert_close(form(*heads), dense(heads, grid, size, site.scale), rtol=0, atol=1e-12)
 
 
+def test_a_bias_that_shuts_out_neighbours_shuts_out_no_others() -> None:
+    """As a shifted window's mask does with -inf: neighbours across its border weigh nothing, the rest e^0."""
+    grid = Grid(4, 4)
+    site = make_site(heads=2, head_dim=4, grid=grid)
+    side = torch.arange(16) % 4 < 2
+    border = torch.zeros(16, 16, dtype=torch.float64).masked_fill(side[:, None] != side, -torch.inf)
+    heads = make_heads(site)._replace(bias=border)
+    scores = heads.query @ heads.key.transpose(2, 3) * site.scale
+    near = dense_mask(grid, 3).bool()
+    expected = torch.where(near, scores + border, 0.0).softmax(-1) @ heads.value
+    form = Masked(approximate=True).build(site).double()
+    torch.testing.assert_close(form(*heads), expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("factor", [-60.0, 60.0])
 def test_large_scores_of_either_sign_stay_exact(factor: float) -> None:
     site = make_site(heads=1, head_dim=4, grid=Grid(4, 4, 1))
@@ -64,21 +80,45 @@ def test_masked_and_free_heads_stand_in_their_own_places() -> None:
     torch.testing.assert_close(out[:, [1, 2]], free[:, [1, 2]], rtol=0, atol=1e-12)
 
 
-def test_no_tensor_of_a_large_grid_is_quadratic_in_the_tokens() -> None:
-    site = make_site(heads=1, head_dim=4, grid=Grid(40, 40, 1))
-    heads = make_heads(site, batch=1, dtype=torch.float32)
-    program = torch.export.export(Bound(Masked().build(site)), tuple(heads[:3]))
-    tensors = [node.meta["val"] for node in program.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
-    assert max(tensor.numel() for tensor in tensors) < 40 * site.n_queries
+class Largest(TorchDispatchMode):
+    """Remembers the elements of the largest tensor that any operation makes, backward ones included."""
 
-
-class Bound(torch.nn.Module):
-    def __init__(self, form: torch.nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.form = form
+        self.elements = 0
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.form(query, key, value)
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
+        made = operation(*arguments, **(options or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            self.elements = max(self.elements, tensor.numel() if isinstance(tensor, Tensor) else 0)
+        return made
+
+
+@pytest.mark.parametrize(("size", "prefix"), [(3, 1), (5, 0), (5, 5)])
+def test_nothing_quadratic_in_the_tokens_is_made_forward_backward_or_where_heads_are_chosen(
+    size: int, prefix: int
+) -> None:
+    site = make_site(heads=1, head_dim=4, grid=Grid(40, 40, prefix))
+    heads = make_heads(site, batch=1, dtype=torch.float32)
+    form = Masked(size=size, heads="error").build(site)
+    assert isinstance(form, MaskedForm)
+    with Largest() as seen:
+        form(*(part.requires_grad_() for part in heads[:3])).sum().backward()
+        heads_by_locality(form.mask.locality, [heads])
+    assert site.n_queries * 8 < seen.elements < site.n_queries * (size**2 + prefix + 4)
+
+
+@pytest.mark.parametrize("soft", [True, False])
+def test_what_is_deployed_is_the_hard_mask(soft: bool) -> None:
+    site = make_site(heads=2, head_dim=4, grid=Grid(40, 40))
+    form = Masked(soft=soft, approximate=True).build(site)
+    if isinstance(form, SoftMaskedForm):
+        with torch.no_grad():
+            form.logit.fill_(-1.0)
+    heads = make_heads(site, batch=1, dtype=torch.float32)
+    with Largest() as seen, torch.no_grad():
+        form.deploy()(*heads)
+    assert seen.elements < 2 * site.n_queries * 16
 
 
 def peaked(site: AttentionSite, near: tuple[float, ...]) -> Heads:

@@ -123,7 +123,8 @@ def test_a_form_at_a_site_is_the_form_on_what_softmax_reads_there(kind: str, nam
     variant = standing(name, site)
     assert variant is not None
     rewritten = at(graph, site, variant)
-    (here,), (exact,) = (rewritten_sites(each).values() for each in (rewritten, at(graph, site, get_variant("softmax"))))
+    (here,) = rewritten_sites(rewritten).values()
+    (exact,) = rewritten_sites(at(graph, site, get_variant("softmax"))).values()
     read: list[tuple[Tensor, ...]] = []
     with torch.no_grad():
         handle = here.register_forward_pre_hook(lambda _, tensors: read.append(tensors))

@@ -28,10 +28,11 @@ def mean_product(query: Tensor, key: Tensor, value: Tensor, order: Order) -> Ten
     """query (key^T value) / M for query [B, H, N, f], key [B, H, M, f], value [B, H, M, e] -> [B, H, N, e].
 
     The division is shared out, so that no sum over tokens overflows in half precision. `auto` decides from the
-    shapes at hand: a constant where they are static, a guard where they are not.
+    shapes at hand, call by call; an export that leaves the tokens open gets the linear order, which suits any number.
     """
     if order == "auto":
-        order = cheaper_order(query.shape[2], key.shape[2], key.shape[3], value.shape[3])
+        sizes = query.shape[2], key.shape[2], key.shape[3], value.shape[3]
+        order = cheaper_order(*sizes) if all(isinstance(size, int) for size in sizes) else "kv"
     share = key.shape[2] ** -0.5
     if order == "qk":
         return (query @ key.transpose(2, 3)) @ (value * share) * share

@@ -64,7 +64,8 @@ class HardMask(nn.Module):
         image = query[:, :, self.prefix :] * self.scale
         scores = self.near.scores(image, key[:, :, self.prefix :])
         if bias is not None:
-            scores = scores + self.near.bias(bias[..., self.prefix :, self.prefix :])
+            near = self.near.bias(bias[..., self.prefix :, self.prefix :])
+            scores = scores + torch.where(self.inside > 0, near, 0.0)  # what is not there may be -inf
         scores = scores * self.inside.to(scores.dtype)
         if not self.prefix:
             return scores
