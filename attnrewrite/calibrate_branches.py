@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from attnrewrite.calibrate_graph import Values, rewritten_site, site_heads
-from attnrewrite.passes.rewritten import ProjectedWrite, RewrittenSite, write
+from attnrewrite.passes.rewritten import ProjectedWrite, RewrittenSite, read, write
 
 _MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
 _MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
@@ -62,10 +62,18 @@ class Branch:
             return values[self.node.args[0]]  # type: ignore[index]
         return self.site.form(*site_heads(self.site, self.node, values)).transpose(1, 2).flatten(2)
 
+    def rows(self, y: Tensor) -> Tensor:
+        """The energy of each row of a value at `node`, in the order of `inputs`: [samples]."""
+        if self.site is not None:
+            assert isinstance(self.site.output, ProjectedWrite)
+            y = read(y, self.site.output.layout)
+        return y.square().sum(-1).flatten()
+
     @torch.no_grad()
-    def samples(self, residual: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+    def samples(self, residual: Tensor, values: Values, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Columns [samples, inputs (+ 1 where there is a bias)], and what has to be added to y [samples, outputs] for
-        `residual` to be added to the stream. Tokens that never reach the stream (padding) are left out.
+        `residual` to be added to the stream, both times the root of `weights` [samples]. Tokens that never reach the
+        stream (padding) are left out.
 
         The path P only moves and scales, so that P^T P is diagonal: the pseudo-inverse is P^T r / P^T P 1.
         """
@@ -79,7 +87,8 @@ class Branch:
         reaches = gain.flatten(0, -2).amax(1) > 0
         target = back / gain.clamp(min=torch.finfo(gain.dtype).tiny)
         columns = x if self.bias is None else F.pad(x, (0, 1), value=1.0)
-        return columns.flatten(0, -2)[reaches], target.flatten(0, -2)[reaches]
+        root = weights.sqrt()[reaches].unsqueeze(1)
+        return columns.flatten(0, -2)[reaches] * root, target.flatten(0, -2)[reaches] * root
 
     @torch.no_grad()
     def change(self, delta: Tensor) -> None:

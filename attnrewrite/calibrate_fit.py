@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from attnrewrite.calibrate_branches import Branch, branches
 from attnrewrite.calibrate_graph import Segments, rewritten_site, site_heads
+from attnrewrite.calibrate_importance import Importance, importance
 from attnrewrite.calibrate_stage import Calibration, distance
 from attnrewrite.calibrate_world import World
 from attnrewrite.errors import CheckFailedError
@@ -58,7 +59,8 @@ class Point:
 class Fit:
     """Site by site in network order: (a) where `forms`, the form refines its own constants, and its local branch, on
     the teacher's activations; (b) the output projection, and (c) every later linear map that ends a residual branch, is
-    fitted by ridge regression to the residual target, teacher's stream minus student's.
+    fitted by ridge regression to the residual target, teacher's stream minus student's, where each token counts as much
+    as the teacher's answer depends on it.
 
     The ridge is relative to each column's energy (`ridge`, where there are too few batches to choose); with five
     batches or more, every fifth chooses it, or no change at all. Statistics are float64; memory is one batch and them.
@@ -76,13 +78,14 @@ class Fit:
         points = fit_points(student)
         undo: list[Undo] = []
         where = calibration.images, calibration.world
+        weights = importance(calibration.teacher, *where)
         with Segments(calibration.teacher, *where) as teacher, Segments(student, *where) as own:
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
                 calibration.report(self.name, done, len(points))
                 for segments in (teacher, own):
                     segments.advance(own.order[point.node])
                 undo.append(point.undo())
-                self._fit_point(point, following, teacher, own)
+                self._fit_point(point, following, teacher, own, weights)
         calibration.report(self.name, len(points), len(points))
         kept = _back_off(calibration, undo, before)
         notes = tuple(_left_out(points))
@@ -91,7 +94,9 @@ class Fit:
         taken_back = ", ".join(point.name for point in points[kept:])
         return (*notes, f"taken back, as the fit there made the output worse: {taken_back}")
 
-    def _fit_point(self, point: Point, following: Point | None, teacher: Segments, student: Segments) -> None:
+    def _fit_point(
+        self, point: Point, following: Point | None, teacher: Segments, student: Segments, weights: Importance
+    ) -> None:
         name = point.node.name
         try:
             if self.forms and point.site is not None:
@@ -100,12 +105,12 @@ class Fit:
             cut = cut if following is None else min(cut, student.order[following.node])
             teacher.advance(cut, keep=(teacher.node(point.stream.name),))
             if point.branch is not None:
-                point.branch.change(self.residual_fit(point.branch, teacher, student))
+                point.branch.change(self.residual_fit(point.branch, teacher, student, weights))
         except torch.linalg.LinAlgError as error:
             raise CheckFailedError(f"{self.name}: {point.name} has no solution ({error}); {_way_out(point)}") from error
         check_finite(self.name, point)
 
-    def residual_fit(self, branch: Branch, teacher: Segments, student: Segments) -> Tensor:
+    def residual_fit(self, branch: Branch, teacher: Segments, student: Segments, weights: Importance) -> Tensor:
         """The change of the branch's map, [columns, outputs]."""
         parts = LeastSquares(), LeastSquares()
         stream = teacher.node(branch.stream.name)
@@ -113,7 +118,8 @@ class Fit:
         pairs = zip(teacher.run(stop, {stream}), student.run(stop, {branch.stream, *branch.reads}), strict=True)
         for (index, wanted), (_, values) in pairs:
             residual = wanted[stream] - values[branch.stream]
-            parts[index % CHOOSING_EVERY == CHOOSING_EVERY - 1].add(*branch.samples(residual, values))
+            counts = weights[branch.node.name][index]
+            parts[index % CHOOSING_EVERY == CHOOSING_EVERY - 1].add(*branch.samples(residual, values, counts))
         fit, choosing = (_everyones(part, student.world, branch) for part in parts)
         if choosing.gram is None or choosing.moment is None:
             return fit.solve(self.ridge)

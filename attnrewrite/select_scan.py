@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from attnrewrite.calibrate_fit import Fit, Point, check_finite, fit_points, teacher_heads
 from attnrewrite.calibrate_graph import Segments
 from attnrewrite.calibrate_images import Pool, first_tensor
+from attnrewrite.calibrate_importance import Importance, importance
 from attnrewrite.calibrate_stage import divergence
 from attnrewrite.calibrate_world import World
 from attnrewrite.errors import CheckFailedError
@@ -54,6 +55,7 @@ def trials(
     """
     by_id = {site.id: site for site in sites}
     points = fit_points(student)
+    weights = importance(teacher, fitted, world)
     with ExitStack() as stack:
         runs = [stack.enter_context(Segments(m, fitted, world)) for m in (teacher, student)]
         # Every process needs the whole output, so that each runs all held-out images.
@@ -67,7 +69,7 @@ def trials(
                 segments.advance(segments.order[segments.node(point.node.name)])
             near = points[index : index + FITTED]
             for number, variant in enumerate(candidates):
-                yield _trial(by_id[point.name], number, variant, near, runs[0], runs[1], outputs, wanted)
+                yield _trial(by_id[point.name], number, variant, near, runs[0], runs[1], weights, outputs, wanted)
                 done += 1
                 if progress is not None and world.rank == 0:
                     progress("candidates", done, total)
@@ -80,6 +82,7 @@ def _trial(
     near: Sequence[Point],
     teacher: Segments,
     student: Segments,
+    weights: Importance,
     outputs: Callable[[], Tensor],
     wanted: Tensor,
 ) -> Trial:
@@ -87,7 +90,7 @@ def _trial(
         return Trial(site.id, number, None, reason)
     undo = [point.undo() for point in near]
     try:
-        given = [outputs() for _ in _fitting(site, variant, near, teacher, student)]
+        given = [outputs() for _ in _fitting(site, variant, near, teacher, student, weights)]
         return Trial(site.id, number, min(given, key=lambda each: divergence(wanted, each)), None)
     except (CheckFailedError, torch.linalg.LinAlgError) as error:
         return Trial(site.id, number, None, str(error))
@@ -97,7 +100,12 @@ def _trial(
 
 
 def _fitting(
-    site: AttentionSite, variant: Variant, near: Sequence[Point], teacher: Segments, student: Segments
+    site: AttentionSite,
+    variant: Variant,
+    near: Sequence[Point],
+    teacher: Segments,
+    student: Segments,
+    weights: Importance,
 ) -> Iterator[None]:
     """Put `variant` at the first point of `near` and refine it; then fit the linear maps of all points to the teacher.
     It stops after each of the two.
@@ -112,7 +120,7 @@ def _fitting(
         if point is not first and point.site is not None:
             break  # another site before any linear map: it is fitted when its own turn comes
         if point.branch is not None:
-            point.branch.change(fit.residual_fit(point.branch, teacher, student))
+            point.branch.change(fit.residual_fit(point.branch, teacher, student, weights))
         check_finite(fit.name, point)
     yield
 
