@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from attnrewrite.calibrate import HELD_OUT_SHARE
 from attnrewrite.capture import capture, is_open
 from attnrewrite.conversion import Conversion, convert_source, deployed
-from attnrewrite.data import Images, load_images
+from attnrewrite.data import Files, Images, load_images
 from attnrewrite.errors import InputError
 from attnrewrite.evaluation import Evaluation, evaluate_modules
 from attnrewrite.files import staged
 from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.fx import FxGraph
 from attnrewrite.patterns.graph import GraphView
+from attnrewrite.pictures import check_whole
 from attnrewrite.report import Comparison
 from attnrewrite.select_budget import requested
 from attnrewrite.site import Scan
@@ -46,7 +48,7 @@ def explain(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **h
 
 def examine(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> tuple[GraphView, Scan]:
     """What `explain` says, beside the graph that it was found in. Raises as `explain` does."""
-    if isinstance(source, str | Path) and Path(source).suffix == ".onnx":
+    if isinstance(source, str | Path) and Path(source).suffix == ".onnx" and "://" not in str(source):
         return examine_onnx(Path(source), how.get("input_size"), how.get("checkpoint"))
     loaded = _load(source, example_inputs, **how)
     captured = capture(loaded.name, loaded.model or loaded.program, loaded.example_inputs)  # type: ignore[arg-type]
@@ -90,7 +92,7 @@ def convert(
         calibration: images of the kind the model was trained on (labels are not fitted to;
             auto measures by them); None: weights are copied only.
         samples: how many of them to use. steps: of distillation after the closed-form fit.
-        keep: ids or names of sites that stay as they are.
+        keep: ids or names of sites that stay as they are, or patterns of them ("decoder.*").
         state: a folder for what an interrupted distillation needs to go on from where it was, to the same weights.
         how: checkpoint, input_size, mean, std, as `load_source` takes them.
 
@@ -104,7 +106,9 @@ def convert(
         calibrated=calibration is not None, threads=threads,
     )  # fmt: skip
     loaded = _load(source, example_inputs, **how)
-    images = None if calibration is None else load_images(calibration).sample(samples, seed)
+    given = None if calibration is None else load_images(calibration)
+    check_calibration(loaded, given, samples, steps, seed)
+    images = None if given is None else given.sample(samples, seed)
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -112,6 +116,25 @@ def convert(
     return convert_source(
         loaded, chosen, images=images, keep=keep, steps=steps, seed=seed, state=folder, progress=progress
     )
+
+
+def check_calibration(source: Source, images: Images | None, samples: int, steps: int, seed: int) -> None:
+    """Raise InputError, before any work, where `source` cannot be calibrated as `convert` was asked."""
+    if steps < 0:
+        raise InputError(f"{steps} steps: distillation takes 0 steps (none) or more")
+    if images is None:
+        if steps:
+            raise InputError(f"--steps {steps} distils on images, and none are given: add --calibrate DATA")
+        return
+    images.check(source.preprocessing, source.input_size)
+    drawn = images.sample(samples, seed)
+    if len(drawn) < HELD_OUT_SHARE:
+        raise InputError(
+            f"calibration has {len(drawn)} of the {HELD_OUT_SHARE} images that it needs at least, as one in "
+            f"{HELD_OUT_SHARE} is held out to see what helps: give more (--calibrate, --samples), better some hundreds"
+        )
+    if isinstance(drawn.x, Files):
+        check_whole(drawn.x.paths, drawn.x.name)
 
 
 def evaluate(
@@ -133,16 +156,14 @@ def evaluate(
     loaded = _load(source, None, **how)
     reference = _original(source, loaded, original)
     modules = {loaded.name: runnable(loaded)}
-    batch = batch_size
-    fixed = _fixed_batch(loaded)
-    if fixed is not None:
-        batch = fixed
+    images = load_images(data)
+    most = None if batch_size is None else min(batch_size, len(images))
     if reference is not None:
         modules = {f"{reference.name} (original)": runnable(reference), **modules}
     first = next(iter(modules)) if reference is not None else None
     return evaluate_modules(
-        modules, load_images(data), loaded.preprocessing, input_size=loaded.input_size, reference=first,
-        batch_size=batch, progress=progress,
+        modules, images, loaded.preprocessing, input_size=loaded.input_size, reference=first,
+        batch_size=_fixed_batch(loaded) or most, progress=progress,
     )  # fmt: skip
 
 

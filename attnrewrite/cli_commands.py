@@ -14,8 +14,8 @@ from attnrewrite.cli_explain import explain
 from attnrewrite.cli_images import SkipBad, read_images
 from attnrewrite.cli_options import BudgetOptions, ModelOptions, RunOptions
 from attnrewrite.cli_output import Outcome, bars, conversion_table, evaluation_table, table
-from attnrewrite.errors import InputError, unknown_name
-from attnrewrite.files import check_free, staged
+from attnrewrite.errors import InputError
+from attnrewrite.files import check_apart, check_free, staged
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="The model: see attnrewrite --help.", show_default=False)]
 Out = Annotated[Path, typer.Option(help="A folder to write, which must not exist yet.", show_default=False)]
@@ -42,7 +42,8 @@ def convert(
     samples: Annotated[int, typer.Option(min=1, help="How many of those images to use.")] = 1000,
     steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the closed-form fit.")] = 0,
     keep: Annotated[
-        list[str] | None, typer.Option(metavar="SITE", help="A site to leave as it is; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="SITE", help="A site to leave as it is, or a pattern (decoder.*); may be repeated."),
     ] = None,
     skip_bad: SkipBad = False,
     force: Force = False,
@@ -58,12 +59,12 @@ def convert(
     from attnrewrite.select_budget import requested
 
     check_free(out, force=force)
+    check_apart(out, _paths(source, calibrate, model.checkpoint))
     options = _key_values(option or [])
     chosen = requested(variant, options, **asdict(budget), calibrated=calibrate is not None)
     images = read_images(calibrate, skip_bad) if calibrate else None
     api, loaded = _api(run), _load(source, model)
-    if images is not None:
-        images.check(loaded.preprocessing, loaded.input_size)
+    api.check_calibration(loaded, images, samples, steps, run.seed)
     if run.dry_run:
         return _planned(api.explain(loaded), chosen, keep or (), out)
     state = out.with_name(f".{out.name}.calibration")
@@ -127,6 +128,7 @@ def lower(
     from attnrewrite.targets.base import get_target
 
     check_free(out, force=force)
+    check_apart(out, _paths(source, model.checkpoint))
     get_target(target).require_build()
     api, loaded = _api(run), _load(source, model)
     if run.dry_run:
@@ -157,6 +159,7 @@ def compare(
     from attnrewrite.targets.base import get_target
 
     check_free(out, force=force)
+    check_apart(out, _paths(*_named(sources).values(), data, model.checkpoint))
     for name in target:
         get_target(name)
     images = read_images(data, skip_bad) if data else None
@@ -242,13 +245,9 @@ def _only_if_built(source: str, model: ModelOptions, beside: Sequence[str]) -> M
 
 def _planned(scan: Any, variant: Any, keep: Sequence[str], out: Path) -> Outcome:
     """What convert would do at each site."""
-    from attnrewrite.conversion_sites import refusal
+    from attnrewrite.conversion_sites import fates_of, kept_sites
 
-    names = {name for site in scan for name in (site.id, site.name)}
-    for name in keep:
-        if name not in names:
-            raise unknown_name("site to keep", name, names)
-    refusals = {site.id: "kept" if {site.id, site.name} & set(keep) else refusal(variant, site) for site in scan}
+    refusals = fates_of(scan, variant, kept_sites(scan, keep))
     done = {site: variant.name if why is None else f"softmax: {why}" for site, why in refusals.items()}
     matched = None in refusals.values()
     return Outcome(
@@ -271,7 +270,16 @@ def _key_values(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         if not re.match(r"\w[\w-]*=", pair):
             raise InputError(f"--option {pair!r} is not KEY=VALUE, such as centred=false")
-    return {key.replace("-", "_"): value for key, _, value in (pair.partition("=") for pair in pairs)}
+    split = [(key.replace("-", "_"), value) for key, _, value in (pair.partition("=") for pair in pairs)]
+    for key, value in split:
+        if value != dict(split)[key]:
+            raise InputError(f"--option {key} is given as {value!r} and as {dict(split)[key]!r}: leave one of them out")
+    return dict(split)
+
+
+def _paths(*given: str | None) -> list[Path]:
+    """The files and folders among sources (without the factory or library they name), data and checkpoints."""
+    return [Path(re.sub(r"^hf:|(?<=\.py):\w*$", "", each)).expanduser() for each in given if each]
 
 
 def _named(sources: Sequence[str]) -> dict[str, str]:

@@ -79,9 +79,10 @@ def _check_pages(graph: Path | None, image: Path | None, maps: Path | None, *, f
     if (image is None) != (maps is None):
         raise InputError("--image FILE and --maps FILE belong together: the picture to read, and the page to write")
     if image is not None:
-        from attnrewrite.pictures import check_picture
+        from attnrewrite.pictures import is_whole
 
-        check_picture(image)
+        if not is_whole(image):
+            raise InputError(f"--image {image} is not a picture that can be read to its end: give another")
     pages = [page for page in (graph, maps) if page is not None]
     if len(pages) == 2 and graph == maps:
         raise InputError(f"--graph and --maps are both {graph}: give each page a name of its own")

@@ -6,18 +6,14 @@ import typer
 
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out damaged image files, and name them.")]
 
-_NAMED = 5
-
 
 def read_images(data: str, skip_bad: bool) -> Any:
     """The images of a folder or an .npz; those left out as damaged are counted and named on standard error."""
     from attnrewrite.data import load_images
+    from attnrewrite.pictures import named
 
     images = load_images(data, skip_bad)
     if images.skipped:
-        named = ", ".join(path.name for path in images.skipped[:_NAMED])
-        more = len(images.skipped) - _NAMED
-        rest = f" and {more} more" if more > 0 else ""
         count = f"{len(images.skipped)} of {len(images.skipped) + len(images)}"
-        typer.echo(f"attnrewrite: {data}: {count} images are damaged and left out: {named}{rest}", err=True)
+        typer.echo(f"attnrewrite: {data}: {count} images are damaged and left out: {named(images.skipped)}", err=True)
     return images

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnrewrite.errors import InputError
 from attnrewrite.files import check_file
 from attnrewrite.pictures import PICTURES, check_picture, is_whole, read_picture
-from attnrewrite.preprocessing import Preprocessing, Size, format_size, image_size
+from attnrewrite.preprocessing import Preprocessing, Size, format_size, image_size, way_to_fit
 
 
 class Pixels(Protocol):
@@ -101,7 +101,7 @@ class Array:
         if self.size != size:
             raise InputError(
                 f"{self.name} holds images of {format_size(self.size)} and the model takes "
-                f"{format_size(size)}: resize them, or give a folder of images, which are resized"
+                f"{format_size(size)}: {way_to_fit(self.size, size)}"
             )
         _need(preprocessing, self.name)
 

@@ -3,7 +3,7 @@
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,6 +40,14 @@ def check_free(out: Path, *, force: bool) -> None:
         raise InputError(f"cannot write {out}: {parent} is not a folder")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"cannot write {out}: no permission in {parent}")
+
+
+def check_apart(out: Path, given: Iterable[Path]) -> None:
+    """Raise InputError where replacing `out` would remove one of the files or folders `given`, which are read."""
+    out = Path(out).expanduser().resolve()
+    for path in given:
+        if os.path.lexists(path) and path.resolve().is_relative_to(out):
+            raise InputError(f"{out} is, or holds, {path}, which is read: choose another output folder")
 
 
 @contextmanager

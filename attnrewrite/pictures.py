@@ -1,6 +1,7 @@
 """Picture files as arrays of a model's input size, the way timm reads them for evaluation."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from attnrewrite.errors import InputError
 from attnrewrite.preprocessing import Preprocessing, Size
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_NAMED = 5
 
 
 def check_picture(path: Path) -> None:
@@ -18,6 +20,21 @@ def check_picture(path: Path) -> None:
         Image.open(path).close()
     except (UnidentifiedImageError, OSError) as error:
         raise InputError(f"{path} is not an image that can be read: mend it, remove it, or --skip-bad") from error
+
+
+def check_whole(paths: Sequence[Path], where: str) -> None:
+    """Raise InputError, with their names, where some of the files cannot be read to their end."""
+    if bad := [path for path in paths if not is_whole(path)]:
+        raise InputError(
+            f"{where}: {len(bad)} of {len(paths)} images are damaged ({named(bad)}): "
+            "mend them, remove them, or leave them out with --skip-bad"
+        )
+
+
+def named(paths: Sequence[Path]) -> str:
+    """The first few files' names, and how many more there are."""
+    more = len(paths) - _NAMED
+    return ", ".join(path.name for path in paths[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def is_whole(path: Path) -> bool:

@@ -113,6 +113,16 @@ def parse_size(size: str | Sequence[int]) -> Size:
     return numbers[0], numbers[1], numbers[2]
 
 
+def way_to_fit(given: Size, taken: Size) -> str:
+    """What to do with an array of images that are `given` to a model that takes others."""
+    height, width, channels = given[1], given[2], given[0]
+    if (height, width, channels) == taken:
+        return "its channels come first: save x as [N, H, W, C], as x.transpose(0, 2, 3, 1) is"
+    if given[1:] == taken[1:]:
+        return f"save them with {taken[0]} channels, or give a folder of images, which are converted"
+    return "resize them, or give a folder of images, which are resized"
+
+
 def format_size(size: Sequence[int]) -> str:
     """(3, 224, 224) -> '3x224x224'."""
     return "x".join(map(str, size))
