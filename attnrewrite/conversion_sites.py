@@ -1,5 +1,6 @@
 """Which sites of a model are converted, why the others are not, and what report.json says of each."""
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,11 +27,19 @@ def refusal(variant: Variant | Auto, site: AttentionSite) -> str | None:
 
 
 def kept_sites(found: Scan, keep: Sequence[str]) -> frozenset[str]:
-    by_name = {site.id: site.id for site in found.sites} | {site.name: site.id for site in found.sites}
-    for name in keep:
-        if name not in by_name:
-            raise unknown_name("site to keep", name, by_name)
-    return frozenset(by_name[name] for name in keep)
+    """The ids of the sites to keep: each of `keep` is an id, a name, or a pattern of either (decoder.*).
+
+    Raises:
+        InputError: one of them is none of the sites.
+    """
+    ids_by_name = {site.id: site.id for site in found.sites} | {site.name: site.id for site in found.sites}
+    kept: set[str] = set()
+    for asked in keep:
+        names = [asked] if asked in ids_by_name else fnmatch.filter(ids_by_name, asked)
+        if not names:
+            raise unknown_name("site to keep", asked, ids_by_name)
+        kept |= {ids_by_name[name] for name in names}
+    return frozenset(kept)
 
 
 def require_some(
@@ -43,10 +52,20 @@ def require_some(
             "; ".join(f"{m.name}: {m.detail}" for m in found.near_misses[:5]) or "no softmax and no attention operator"
         )
         raise NothingMatchedError(f"{found.model} has no attention to rewrite ({misses}); see attnrewrite explain")
-    reasons = "; ".join(f"{site}: {reason}" for site, reason in list(fates.items())[:3])
     raise NothingMatchedError(
-        f"{variant.name} can stand at none of the {len(found)} sites of {found.model} ({reasons}); "
-        "choose another variant"
+        f"{variant.name} can stand at none of the {len(found)} sites of {found.model} ({_by_reason(fates)}): "
+        "choose another variant, or options of it that help (--option KEY=VALUE)"
+    )
+
+
+def _by_reason(fates: Mapping[str, str | None]) -> str:
+    """'site0, site2, ...: why; site1: why', each reason told once."""
+    sites_by_reason: dict[str, list[str]] = {}
+    for site, reason in fates.items():
+        sites_by_reason.setdefault(str(reason), []).append(site)
+    return "; ".join(
+        f"{', '.join(sites[:3])}{', ...' if len(sites) > 3 else ''}: {reason}"
+        for reason, sites in sites_by_reason.items()
     )
 
 

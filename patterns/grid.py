@@ -11,7 +11,7 @@ _MOST_PREFIX_TOKENS = 32
 
 
 def find_grid(graph: GraphView, strict: Tracer, query: Projection | None, tokens: int, windows: int) -> Grid | None:
-    """The grid behind the tokens of a self-attention: of the window, of the last feature map, or of rows and columns."""
+    """The grid behind the tokens of a self-attention: of the window, of a feature map, or of its own rows."""
     if query is None or query.input is None:
         return None
     if windows > 1:

@@ -158,7 +158,7 @@ def test_a_dry_run_writes_nothing(
     told = run_json(capsys, *arguments, "--dry-run")
     assert told["dry_run"] is True
     if name == "convert":
-        assert told["sites"] == {"site0": "l1", "site1": "softmax: kept"}
+        assert told["sites"] == {"site0": "l1", "site1": "softmax: kept on request"}
     assert os.listdir(tmp_path) == []
 
 

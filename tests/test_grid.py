@@ -11,7 +11,7 @@ Side = tuple[int, int]
 
 
 class Stage(nn.Module):
-    """[B, 8, *before] -> the tokens of a map of `after`, in rows or (`by_columns`) in columns, attended in one window."""
+    """[B, 8, *before] -> the tokens of a map of `after`, row by row or `by_columns`, attended in one window."""
 
     def __init__(self, before: Side, after: Side, by_columns: bool) -> None:
         super().__init__()
