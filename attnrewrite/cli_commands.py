@@ -183,8 +183,8 @@ def compare(
 
 @command("attnrewrite variants --json")
 def variants(run: RunOptions) -> Outcome:
-    """List the attention variants and their options."""
-    from attnrewrite.variants.registry import option_values
+    """List the attention variants and their options, those of other packages among them."""
+    from attnrewrite.variants.registry import option_values, unusable
     from attnrewrite.variants.registry import variants as known
 
     listed: list[dict[str, Any]] = [
@@ -196,7 +196,7 @@ def variants(run: RunOptions) -> Outcome:
         for each in listed
     ]
     columns = dict.fromkeys(("variant", "what it is", "options and their defaults", "source"), "left")
-    return Outcome({"variants": listed}, table(None, columns, rows))
+    return Outcome({"variants": listed, "unusable": unusable()}, table(None, columns, rows))
 
 
 @command("attnrewrite targets --json")
