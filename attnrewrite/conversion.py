@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -215,10 +216,13 @@ def _calibrated(
 
 
 def deployed(module: GraphModule) -> GraphModule:
-    """A copy in which every form is the one that stands in a lowered model."""
-    result = copy.deepcopy(module).eval()
+    """A copy in which every form is the one that stands in a lowered model, and every tensor lies in order."""
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's own, of how it copies a graph
+        result = copy.deepcopy(module).eval()
     for site in rewritten_sites(result).values():
         site.form = site.form.deploy()
+    for tensor in (*result.parameters(), *result.buffers()):
+        tensor.data = tensor.data.contiguous()  # a fitted weight may be a transpose, which torch warns of as it saves
     return result
 
 

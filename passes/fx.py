@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,7 +57,8 @@ def rewrite(
     parameters: Mapping[str, Tensor] | None = None,
 ) -> tuple[GraphModule, tuple[Edit, ...]]:
     """A copy of `module` in which each site of `replacements` is one module call; dead parameters are gone."""
-    result = GraphModule(module, copy.deepcopy(module.graph))
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's own, of how it copies a graph
+        result = GraphModule(module, copy.deepcopy(module.graph))
     result.meta.update(module.meta)
     nodes = {node.name: node for node in result.graph.nodes}
     edits = []
