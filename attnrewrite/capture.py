@@ -2,6 +2,7 @@
 
 import io
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -96,10 +97,10 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
             program, note = export(model.eval(), example_inputs)
         except InputError as refusal:
             return _traced_on_example(name, model, example_inputs, refusal)
-    if not _is_plain(program):
-        with torch.no_grad():
+    with torch.no_grad(), quiet_copying():
+        if not _is_plain(program):
             program = program.run_decompositions(_decompositions())
-    module = program.module(check_guards=False)
+        module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
     _remove_dropout(module)
     _remove_assertions(module)
@@ -132,6 +133,13 @@ def _remove_dropout(module: GraphModule) -> None:
         if node.target is torch.ops.aten.dropout.default and not node.args[2]:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+
+
+@contextmanager
+def quiet_copying() -> Iterator[None]:
+    """torch warns of how it copies its own graphs, which is nothing that a caller of ours can change."""
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        yield
 
 
 @contextmanager

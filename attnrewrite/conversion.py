@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.fx import GraphModule
 from attnrewrite.calibrate import calibrate
 from attnrewrite.calibrate_images import Pool
 from attnrewrite.calibrate_state import State
-from attnrewrite.capture import Captured, capture, export
+from attnrewrite.capture import Captured, capture, export, quiet_copying
 from attnrewrite.checks import export_error, float64_errors, identity_errors, rewritten_sites
 from attnrewrite.conversion_sites import fates_of, kept_sites, require_some, site_report
 from attnrewrite.data import Images
@@ -217,7 +216,7 @@ def _calibrated(
 
 def deployed(module: GraphModule) -> GraphModule:
     """A copy in which every form is the one that stands in a lowered model, and every tensor lies in order."""
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's own, of how it copies a graph
+    with quiet_copying():
         result = copy.deepcopy(module).eval()
     for site in rewritten_sites(result).values():
         site.form = site.form.deploy()
@@ -258,7 +257,7 @@ def _final_plan(found: Scan, standing: Mapping[str, Variant], student: GraphModu
 
 
 def _batched(inputs: tuple[Tensor, ...], fixed: int | None) -> tuple[Tensor, ...]:
-    """Example inputs with the batch that the graph takes: its only one, or two unlike images where it is open."""
+    """Inputs to check on, with the batch that the graph takes: its only one, or two unlike images where it is open."""
     size = fixed or 2
     return tuple(
         t
@@ -266,5 +265,13 @@ def _batched(inputs: tuple[Tensor, ...], fixed: int | None) -> tuple[Tensor, ...
         else torch.cat([t, t.flip(-1)])
         if t.shape[0] == 1 and size == 2
         else t.expand(size, *t.shape[1:])
-        for t in inputs
+        for t in map(_telling, inputs)
     )
+
+
+def _telling(images: Tensor) -> Tensor:
+    """`images`, or noise in place of blank ones: between tokens that are all the same, any attention is right."""
+    blank = images.dim() == 4 and images.is_floating_point() and bool((images == images.flatten()[0]).all())
+    if not blank:
+        return images
+    return torch.randn(images.shape, generator=torch.Generator().manual_seed(0)).to(images)

@@ -2,7 +2,6 @@
 
 import copy
 import operator
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from attnrewrite.capture import quiet_copying
 from attnrewrite.errors import InputError
 from attnrewrite.passes.activations import relu_for_gelu
 from attnrewrite.passes.base import Edit, place
@@ -57,7 +57,7 @@ def rewrite(
     parameters: Mapping[str, Tensor] | None = None,
 ) -> tuple[GraphModule, tuple[Edit, ...]]:
     """A copy of `module` in which each site of `replacements` is one module call; dead parameters are gone."""
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's own, of how it copies a graph
+    with quiet_copying():
         result = GraphModule(module, copy.deepcopy(module.graph))
     result.meta.update(module.meta)
     nodes = {node.name: node for node in result.graph.nodes}

@@ -126,3 +126,40 @@ def test_an_interrupted_distillation_goes_on_to_the_same_weights(tmp_path: Path)
     assert any(tmp_path.iterdir())
     again = ar.convert(encoder(), INPUTS, **how, state=tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(whole.module.parameters(), again.module.parameters(), strict=True))
+
+
+class Placeless(nn.Module):
+    """[B, 3, 16, 16] -> [B, 5]: patches alone, with neither positions nor a class token to tell them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 5)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = 3 * self.embed(x).flatten(2).transpose(1, 2)
+        return self.head(self.attention(tokens, tokens, tokens, need_weights=False)[0].amax(1))
+
+
+def test_a_wrong_extraction_is_seen_on_blank_example_inputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, blank = Placeless(), (torch.zeros(1, 3, 16, 16),)
+    (site,) = ar.convert(model, blank, variant="l1").report["sites"]
+    assert site["float64_error"] < 1e-5
+    monkeypatch.setattr("attnrewrite.variants.softmax.score_scale", lambda site: 1.5 * site.core.scale)
+    with pytest.raises(CheckFailedError, match="the extraction is wrong there"):
+        ar.convert(model, blank, variant="l1")
+
+
+def test_sites_are_kept_by_a_pattern_of_their_names() -> None:
+    done = ar.convert(encoder(), INPUTS, variant="l1", keep=["*.layers.1.*"])
+    assert [site["note"] for site in done.report["sites"]] == [None, "stays as it is: kept on request"]
+    with pytest.raises(InputError, match=r"unknown site to keep 'decoder\.\*'"):
+        ar.convert(encoder(), INPUTS, variant="l1", keep=["decoder.*"])
+
+
+def test_each_reason_of_a_refusal_is_told_once() -> None:
+    with pytest.raises(NothingMatchedError) as error:
+        ar.convert(encoder(), INPUTS, variant="masked", options={"heads": 99})
+    assert "(site0, site1: heads=99 does not fit its " in str(error.value)
+    assert str(error.value).endswith("choose another variant, or options of it that help (--option KEY=VALUE)")
