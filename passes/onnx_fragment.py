@@ -1,7 +1,7 @@
 """Rewritten sites as ONNX: the torch modules themselves, exported, for the graph that they will stand in."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from attnrewrite.errors import InputError
+from attnrewrite.passes.onnx_structure import structure, weights
 from attnrewrite.passes.rewritten import RewrittenSite
 from attnrewrite.patterns.onnx import OnnxGraph
+from attnrewrite.patterns.onnx_sizes import evaluate
 
 _LOWEST = 11
 _AXES_AS_INPUT = {"ReduceSum": 13, "Squeeze": 13, "Unsqueeze": 13}  # from which version on; other reductions from 18
@@ -33,45 +35,50 @@ class Fragment:
 
 
 def export_sites(graph: OnnxGraph, sites: Sequence[RewrittenSite]) -> tuple[Fragment, ...]:
-    """One fragment for each module, all of one export; values and nodes are named after the site.
+    """One fragment for each module; values and nodes are named after the site.
+
+    torch's exporter takes seconds a site, and sites of a model mostly differ in weights alone: each structure is
+    exported once, and its nodes are copied for every site that has it.
 
     Raises:
-        InputError: torch cannot export the modules, or the model's opset lacks an operator that they need.
+        InputError: torch cannot export a module, or the model's opset lacks an operator that it needs.
     """
     version = graph.prepared.opsets.get("", 1)
     if version < _LOWEST:
         raise InputError(
             f"the model has opset {version}, rewriting needs {_LOWEST} or later: convert it with onnx.version_converter"
         )
-    tensors, dims = _example(graph, sites)
-    program = _export(_Together(sites), tensors, dims, max(version, _EXPORTED))
-    model = ir.serde.deserialize_model(program)
+    templates: dict[Hashable, ir.Model] = {}
+    fragments = []
+    for site in sites:
+        key = structure(graph, site)
+        if key not in templates:
+            templates[key] = _template(graph, site, version)
+        fragments.append(_fragment(templates[key].clone().graph, site, version))
+    return tuple(fragments)
+
+
+def _template(graph: OnnxGraph, site: RewrittenSite, version: int) -> ir.Model:
+    """The site exported, with its weights left open: they are inputs of their own names, behind its operands."""
+    tensors, dims = _example(graph, site)
+    program = _export(site, tensors, dims, max(version, _EXPORTED))
+    inner = program.model.graph
+    for name in [name for name in weights(site) if name in inner.initializers]:
+        value = inner.initializers.pop(name)
+        value.const_value = None
+        inner.inputs.append(value)
+    program.optimize()
+    model = ir.serde.deserialize_model(program.model_proto)
     for node in model.graph:
         lower(model.graph, node, version)
-    return tuple(_fragments(model.graph, sites))
+    return model
 
 
-class _Together(nn.Module):
-    """All sites side by side: one export costs little more than one site's."""
-
-    def __init__(self, sites: Sequence[RewrittenSite]) -> None:
-        super().__init__()
-        self.sites = nn.ModuleList(sites)
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, place = [], 0
-        for site in self.sites:
-            assert isinstance(site, RewrittenSite)
-            results.append(site(*tensors[place : place + len(site.values)]))
-            place += len(site.values)
-        return tuple(results)
-
-
-def _example(graph: OnnxGraph, sites: Sequence[RewrittenSite]) -> tuple[tuple[Tensor, ...], tuple[dict, ...]]:
-    """A tensor for each value that the sites read, and which of its axes follow the batch."""
+def _example(graph: OnnxGraph, site: RewrittenSite) -> tuple[tuple[Tensor, ...], tuple[dict, ...]]:
+    """A tensor for each value that the site reads, and which of its axes follow the batch."""
     tensors, dims = [], []
-    batches = {site: Dim(f"batch_{site.site_id}", min=1) for site in sites}  # one for all would tie site to site
-    for value, batch in ((value, batches[site]) for site in sites for value in site.values):
+    batch = Dim("batch", min=1)
+    for value in site.values:
         size, dtype = graph.shape(value), ir.DataType(graph.dtype(value)).numpy()
         tensors.append(torch.from_numpy(np.zeros(size, dtype)))
         own = {}
@@ -82,50 +89,57 @@ def _example(graph: OnnxGraph, sites: Sequence[RewrittenSite]) -> tuple[tuple[Te
     return tuple(tensors), tuple(dims)
 
 
-def _export(module: nn.Module, tensors: tuple[Tensor, ...], dims: tuple[dict, ...], version: int) -> onnx.ModelProto:
+def _export(
+    module: nn.Module, tensors: tuple[Tensor, ...], dims: tuple[dict, ...], version: int
+) -> torch.onnx.ONNXProgram:
     try:
         with warnings.catch_warnings(action="ignore"), torch.no_grad():
             program = torch.export.export(module, tensors, dynamic_shapes={"tensors": dims})
-            exported = torch.onnx.export(program, dynamo=True, opset_version=version, verbose=False)
+            exported = torch.onnx.export(program, dynamo=True, opset_version=version, verbose=False, optimize=False)
         assert exported is not None
-        return exported.model_proto
+        return exported
     except Exception as error:  # torch raises many kinds
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise InputError(f"torch.onnx cannot export the rewritten attention: {line}; choose another variant") from error
 
 
-def _fragments(graph: ir.Graph, sites: Sequence[RewrittenSite]) -> Iterator[Fragment]:
-    """Cut the export into its sites; what several share goes to the first."""
-    taken: set[ir.Node] = set()
-    held: set[ir.Value] = set()
-    place = 0
-    for site, output in zip(sites, list(graph.outputs), strict=True):
-        inputs = tuple(graph.inputs[place : place + len(site.values)])
-        place += len(site.values)
-        nodes = [node for node in _made_from(graph, output) if node not in taken]
-        taken.update(nodes)
-        stored = {v for node in nodes for v in node.inputs if v is not None and v.is_initializer()}
-        initialisers = tuple(value for value in graph.initializers.values() if value in stored - held)
-        held.update(initialisers)
-        stem = f"attention_{site.site_id}"
-        for value in (*initialisers, *(value for node in nodes for value in node.outputs)):
-            if value.name and not value.name.startswith("attention_"):
-                value.name = f"{stem}/{value.name}"
-        for node in nodes:
-            node.name = f"{stem}/{node.name}"
-        yield Fragment(inputs, output, tuple(nodes), initialisers)
+def _fragment(graph: ir.Graph, site: RewrittenSite, version: int) -> Fragment:
+    """A copy of the template with the site's own weights, and what follows from them alone computed."""
+    operands, opened = graph.inputs[: len(site.values)], graph.inputs[len(site.values) :]
+    own = weights(site)
+    for value in opened:
+        graph.inputs.remove(value)
+        value.const_value = ir.tensor(own[str(value.name)].detach().cpu().numpy(), name=value.name)
+        graph.register_initializer(value)
+    fold(graph, {"": version})
+    stem = f"attention_{site.site_id}"
+    for value in (*graph.initializers.values(), *(value for node in graph for value in node.outputs)):
+        value.name = f"{stem}/{value.name}" if value.name else value.name
+    for node in graph:
+        node.name = f"{stem}/{node.name}"
+    return Fragment(tuple(operands), graph.outputs[0], tuple(graph), tuple(graph.initializers.values()))
 
 
-def _made_from(graph: ir.Graph, output: ir.Value) -> list[ir.Node]:
-    """The nodes that an output needs, in graph order."""
-    needed: set[ir.Node] = set()
-    pending = [output.producer()]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in needed:
-            needed.add(node)
-            pending += [operand.producer() for operand in node.inputs if operand is not None]
-    return [node for node in graph if node in needed]
+def fold(graph: ir.Graph, opsets: Mapping[str, int]) -> None:
+    """Replace nodes that read nothing but initialisers by what they make, then drop what nobody reads."""
+    for node in list(graph):
+        operands = [operand for operand in node.inputs if operand is not None]
+        if not operands or not all(operand.is_initializer() for operand in operands) or len(node.outputs) != 1:
+            continue
+        arrays = [None if operand is None else operand.const_value.numpy() for operand in node.inputs]  # type: ignore[union-attr]
+        try:
+            (array,) = evaluate(node, arrays, opsets)
+        except InputError:
+            continue  # it is left to the runtime
+        made = node.outputs[0]
+        known = ir.val(f"{made.name}_folded", const_value=ir.tensor(np.ascontiguousarray(array)))
+        graph.register_initializer(known)
+        ir.convenience.replace_all_uses_with(made, known, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+    for name in [
+        name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()
+    ]:
+        del graph.initializers[name]
 
 
 def lower(graph: ir.Graph, node: ir.Node, version: int) -> None:

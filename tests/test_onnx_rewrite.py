@@ -1,6 +1,7 @@
 """The ONNX pass: only the sites' nodes change, the result is sound, and it computes what the torch module computes."""
 
 import warnings
+from typing import Any
 
 import numpy as np
 import onnx
@@ -46,13 +47,13 @@ class Attention(nn.Module):
 
 
 class Vit(nn.Module):
-    """[B, 3, 16, 16] -> [B, 5]: 16 tokens of 32 channels, 2 blocks of 4 heads."""
+    """[B, 3, 16, 16] -> [B, 5]: 16 tokens of 32 channels, blocks of 4 heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self.embed, self.head = nn.Conv2d(3, 32, 4, 4), nn.Linear(32, 5)
-        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
-        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(depth))
+        self.blocks = nn.ModuleList(Attention() for _ in range(depth))
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.embed(image).flatten(2).transpose(1, 2)
@@ -135,6 +136,13 @@ def exported() -> tuple[Vit, ir.Model]:
     return model, exported_vit(model)
 
 
+@pytest.fixture(scope="module")
+def deep() -> tuple[Vit, ir.Model]:
+    torch.manual_seed(0)
+    model = Vit(depth=4).eval()
+    return model, exported_vit(model)
+
+
 def test_a_plan_made_from_torch_applies_to_the_export_and_back(exported: tuple[Vit, ir.Model]) -> None:
     model, file = exported
     original = capture("vit", model, (torch.randn(IMAGE),)).module
@@ -180,3 +188,48 @@ def test_a_plan_of_other_weights_is_refused(exported: tuple[Vit, ir.Model]) -> N
     plan = Plan("vit", (), {"nowhere.weight": torch.zeros(3)})
     with pytest.raises(InputError, match=r"the plan refits nowhere.weight, which the model does not store"):
         OnnxRewrite(plan).apply(file)
+
+
+def in_turn(model: ir.Model, monkeypatch: pytest.MonkeyPatch, *variants: Variant) -> tuple[ir.Model, int]:
+    """The model with the variants at its sites in turn, and how often torch's exporter ran for it."""
+    found = scan_onnx(OnnxGraph(model), "vit")
+    placed = [Placement.at(site, variants[n % len(variants)]) for n, site in enumerate(found.sites)]
+    exports: list[object] = []
+    plain = torch.onnx.export
+
+    def counted(program: torch.export.ExportedProgram, **options: Any) -> Any:
+        exports.append(program)
+        return plain(program, **options)
+
+    monkeypatch.setattr(torch.onnx, "export", counted)
+    return OnnxRewrite(Plan("vit", tuple(placed))).apply(model)[0], len(exports)
+
+
+@pytest.mark.parametrize(
+    ("forms", "expected"),
+    [(("polynomial",), 1), (("l1", "masked"), 2), (("softmax", "l1", "l1"), 2)],
+    ids=str,
+)
+def test_alike_sites_are_exported_once(
+    forms: tuple[str, ...], expected: int, deep: tuple[nn.Module, ir.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four sites of one size: what torch exports is each form once, and every site computes with its own weights."""
+    module, file = deep
+    chosen = [get_variant(form) for form in forms]
+    result, exports = in_turn(file, monkeypatch, *chosen)
+    assert exports == expected
+    original = capture("vit", module, (torch.randn(IMAGE),)).module
+    found = scan(FxGraph(original), "vit")
+    plan = Plan("vit", tuple(Placement.at(site, chosen[n % len(chosen)]) for n, site in enumerate(found.sites)))
+    images = torch.randn(3, *IMAGE[1:])
+    with torch.no_grad():
+        wanted = FxRewrite(plan)(original)(images)
+    onnx.checker.check_model(ir.serde.serialize_model(result), full_check=True)
+    np.testing.assert_allclose(run(result, images.numpy())[0], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_sites_of_other_sizes_or_options_are_exported_themselves(
+    deep: tuple[nn.Module, ir.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms = [get_variant("l1"), get_variant("l1", {"centred": False}), get_variant("l1", {"order": "qk"})]
+    assert in_turn(deep[1], monkeypatch, *forms)[1] == 3
