@@ -1,15 +1,18 @@
-"""The demo's task, data and model are what they are said to be."""
+"""The demo's task, data and model are what they are said to be; the tutorials tell what the command line does too."""
 
 import importlib
+import json
+import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from attnrewrite.cli import main
 from attnrewrite.sources import load_source
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -117,3 +120,69 @@ def test_the_inked_patches_are_read_first(training: ModuleType, digits: ModuleTy
         inked = [training.read_inked(model, image, 200) for _ in range(2)]
         assert (inked[0] - inked[1]).abs().max() > 0  # the empty patches that fill up are drawn anew
         assert torch.equal(inked[0].argmax(1), inked[1].argmax(1))
+
+
+# What each tutorial has to say, in this order.
+TOLD = {
+    "registers": (
+        "2 attentions found, 0 that only look like one",
+        "blocks.0.attn: self, 4 heads, 69 x 69 tokens, 5 before a grid of 8x8",
+        "1. l1, linear in the tokens, with exact rows for the five",
+        "2. the same without these rows",
+        "blocks.1.attn is masked; extracted to ",
+    ),
+    "swin": (
+        "3 attentions found, 0 that only look like one",
+        "layers.0.blocks.1.attn: self, 2 heads, 49 x 49 tokens, 0 before a grid of 7x7, 4 windows, constant bias",
+        "layers.1.blocks.0.attn: self, 4 heads, 49 x 49 tokens, 0 before a grid of 7x7, constant bias",
+        "softmax: yes",
+        "mobile: adds a constant bias to its scores; approximate=true leaves it out",
+        "masked: adds a constant bias to its scores; approximate=true keeps it between neighbours only",
+        "l1 can stand at none of the 3 sites of SwinTransformer (site0, site1, site2: adds a constant bias",
+        "layers.0.blocks.1.attn is l1 (the constant bias on the scores is left out); extracted to ",
+        "layers.1.blocks.0.attn is masked (the constant bias is kept between neighbours only); extracted to ",
+    ),
+    "detection": (
+        "4 attentions found, 0 that only look like one",
+        "encoder.layers.1.self_attn: self, 4 heads, 196 x 196 tokens, 0 before a grid of 14x14",
+        "decoder.layers.0.encoder_attn: cross, 4 heads, 10 x 196 tokens",
+        "encoder.layers.0.self_attn is masked; extracted to ",
+        "decoder.layers.0.self_attn stays as it is: needs tokens that are known to be an image grid",
+        "encoder.layers.0.self_attn is mobile; extracted to ",
+        "decoder.layers.0.self_attn stays as it is: kept on request",
+        "decoder.layers.0.encoder_attn stays as it is: pairs each query with the key of the same token",
+        "of what tells one picture's from another's",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like a checkout, with the tutorials' pictures in it."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "examples").symlink_to(EXAMPLES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tutorial.py", "--out", str(folder / "out" / "pictures")])
+        _example("tutorial").main()
+    return folder
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_tutorial_tells_what_its_command_line_does(
+    name: str, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "detection":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.chdir(checkout)
+    _example(name).main()
+    told = capsys.readouterr().out
+    place = -1
+    for line in TOLD[name]:
+        place = told.index(line, place + 1)
+    lines = told.splitlines()
+    (*_, last) = (number for number, line in enumerate(lines) if line.startswith("  $ attnrewrite convert "))
+    assert main([*shlex.split(lines[last])[2:], "--json"]) == 0
+    _example("tutorial").show_conversion(SimpleNamespace(report=json.loads(capsys.readouterr().out)))
+    shown = capsys.readouterr().out
+    assert shown.count("\n") >= 4
+    assert shown in told
