@@ -1,21 +1,22 @@
-"""How much a model's answer depends on each token: what the closed-form fits weigh their samples with.
+"""How much a model's answer depends on each token: what fits and distillation weigh their errors with.
 
 A classifier reads one token, or what a few tokens say of one part of the picture; a fit that weighs all tokens alike
-spends itself on the others. Where the output moves by J r for a change r of a row, E |u J|^2 over random directions u of
-the output is the trace of J J^T: the first-order cost of an error at that row, per unit of its energy.
+spends itself on the others. Where the output moves by J r for a change r of a value, E |u J|^2 over random directions u
+of the output is the diagonal of J^T J: the first-order cost of an error there, per unit of its energy.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from attnrewrite.calibrate_branches import Branch, branches
+from attnrewrite.calibrate_branches import branches
 from attnrewrite.calibrate_images import Pool, first_tensor
 from attnrewrite.calibrate_world import World
 
 DRAWS = 2  # directions for each image: a weight need not be exact, and there are many images
+BATCHES = 4  # from which the weights of a whole model are averaged
 
 Importance = Mapping[str, Mapping[int, Tensor]]  # branch's node -> batch -> [rows], one number a token
 
@@ -26,37 +27,59 @@ def importance(teacher: GraphModule, images: Pool, world: World) -> Importance:
     One backward pass through the teacher for each direction; nothing is trained. Memory: one batch, and a number for
     each token.
     """
-    found = list(branches(teacher))
-    weights: dict[str, dict[int, Tensor]] = {branch.node.name: {} for branch in found}
-    spoken = probed(teacher, weights)
+    found = {branch.node.name: branch for branch in branches(teacher)}
+    weights: dict[str, dict[int, Tensor]] = {name: {} for name in found}
+    spoken = probed(teacher, found)
     for index in range(world.rank, len(images), world.size):
-        generator = torch.Generator().manual_seed(index)
-        rows = _rows(spoken, found, images.batch(index).to(world.device), generator)
-        for branch, row in zip(found, rows, strict=True):
-            weights[branch.node.name][index] = row
+        for gradients in _gradients(spoken, images, index, world):
+            for (name, branch), gradient in zip(found.items(), gradients, strict=True):
+                rows = branch.rows(gradient)
+                weights[name][index] = weights[name].get(index, 0) + rows
     return weights
 
 
-def _rows(spoken: GraphModule, found: Sequence[Branch], batch: Tensor, generator: torch.Generator) -> list[Tensor]:
+def sensitivity(teacher: GraphModule, names: Collection[str], images: Pool, world: World) -> dict[str, Tensor]:
+    """For the values called `names`, how much the answer depends on each element of an image's part: a tensor of the
+    value's shape without the batch, of mean one, averaged over BATCHES batches. Every process computes the same.
+    """
+    spoken = probed(teacher, names)
+    ordered = [node.name for node in teacher.graph.nodes if node.name in names]
+    totals: dict[str, Tensor] = {}
+    for index in range(min(BATCHES, len(images))):
+        for gradients in _gradients(spoken, images, index, world):
+            for name, gradient in zip(ordered, gradients, strict=True):
+                totals[name] = totals.get(name, 0) + gradient.square().mean(0)
+    tiny = torch.finfo(torch.float32).tiny
+    return {name: total / total.mean().clamp(min=tiny) for name, total in totals.items()}
+
+
+def _gradients(spoken: GraphModule, images: Pool, index: int, world: World) -> Iterator[tuple[Tensor, ...]]:
+    """The answer's gradients at the probes, for each of DRAWS directions; ones, where it has none (class indices)."""
+    generator = torch.Generator().manual_seed(index)
     with torch.enable_grad():
-        output, probes = spoken(batch)
+        output, probes = spoken(images.batch(index).to(world.device))
         answer = first_tensor(output)
-        total = [torch.zeros_like(branch.rows(probe)) for branch, probe in zip(found, probes, strict=True)]
-        if not answer.requires_grad:
-            return [torch.ones_like(row) for row in total]  # class indices, say: all tokens alike
         for _ in range(DRAWS):
-            direction = _direction(answer, generator)
-            gradients = torch.autograd.grad(answer, probes, direction, retain_graph=True, materialize_grads=True)
-            for sums, branch, gradient in zip(total, found, gradients, strict=True):
-                sums += branch.rows(gradient)
-    return [(row / DRAWS).nan_to_num(0.0, 0.0, 0.0) for row in total]  # a norm of zero has no gradient
+            if not answer.requires_grad:
+                yield tuple(torch.ones_like(probe) for probe in probes)
+                continue
+            found = torch.autograd.grad(
+                answer, probes, _direction(answer, generator), retain_graph=True, materialize_grads=True
+            )
+            yield tuple(gradient.nan_to_num(0.0, 0.0, 0.0) for gradient in found)  # a norm of zero has none
+
+
+def _direction(answer: Tensor, generator: torch.Generator) -> Tensor:
+    """A random change of the answer; of logits [images, classes], one that softmax sees."""
+    drawn = torch.randn(answer.shape, generator=generator).to(answer)
+    return drawn - drawn.mean(1, keepdim=True) if answer.dim() == 2 and answer.shape[1] > 1 else drawn
 
 
 def probed(module: GraphModule, names: Collection[str]) -> GraphModule:
     """`module` with zeros added to the values called `names`: (output, those zeros), to be differentiated by."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    probes = []
+    probes: list[Node] = []
     for node in module.graph.nodes:
         if node.op == "output":
             graph.output((torch.fx.map_arg(node.args[0], copies.__getitem__), probes))
@@ -71,9 +94,3 @@ def probed(module: GraphModule, names: Collection[str]) -> GraphModule:
 
 def _zeros(value: Tensor) -> Tensor:
     return torch.zeros_like(value, requires_grad=True)
-
-
-def _direction(answer: Tensor, generator: torch.Generator) -> Tensor:
-    """A random change of the answer; of logits [images, classes], one that softmax sees."""
-    drawn = torch.randn(answer.shape, generator=generator).to(answer)
-    return drawn - drawn.mean(1, keepdim=True) if answer.dim() == 2 and answer.shape[1] > 1 else drawn

@@ -61,7 +61,7 @@ def test_distillation_stops_when_it_has_waited_enough() -> None:
     done: list[int] = []
     given = calibration("pre-norm", get_variant("softmax"))
     given = replace(given, progress=lambda what, step, total: done.append(step))
-    Distillation(steps=50, rate=1.0, every=2, patience=3).run(given)
+    Distillation(steps=50, rate=1.0, every=2, patience=0.12).run(given)
     assert done[-1] == 8
 
 
