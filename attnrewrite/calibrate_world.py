@@ -43,6 +43,11 @@ class World:
         return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.device != "cpu")
 
 
+def first_process() -> bool:
+    """Whether this process is the one that writes and prints: torchrun's first, or the only one."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 @contextmanager
 def placed(device: str, *modules: GraphModule) -> Iterator[None]:
     """While the block runs, the modules are on `device`, the tensors that their graphs make included."""

@@ -29,11 +29,14 @@ def command(example: str) -> Callable[[Callable[..., Outcome]], Callable[..., Ou
         flat = flattened(function)
 
         def invoke(context: typer.Context, **values: Any) -> int:
+            from attnrewrite.calibrate_world import first_process
+
             if values["save_config"] is not None:
                 save_config(context, values["save_config"])
             with results_alone():
                 outcome = flat(**values)
-            show(outcome, as_json=values["json"])
+            if first_process():
+                show(outcome, as_json=values["json"])
             return outcome.exit_code
 
         signature = inspect.signature(flat)

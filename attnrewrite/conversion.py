@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from attnrewrite.calibrate import calibrate
 from attnrewrite.calibrate_images import Pool
 from attnrewrite.calibrate_state import State
+from attnrewrite.calibrate_world import first_process
 from attnrewrite.capture import Captured, capture, export, quiet_copying
 from attnrewrite.checks import export_error, float64_errors, identity_errors, rewritten_sites
 from attnrewrite.conversion_sites import fates_of, kept_sites, require_some, site_report
@@ -75,12 +76,14 @@ class Conversion:
         """Write model.pt2, weights.safetensors, plan.json and report.json into the new folder `out`.
 
         What auto selected has a page beside it, report.html; a model that was read from ONNX is written as model.onnx
-        too.
+        too. Of the processes that torchrun started, which all hold the same model, the first one writes.
 
         Raises:
             InputError: the folder exists (without `force`) or cannot be written.
             CheckFailedError: the exported program does not agree with the module; nothing is left behind.
         """
+        if not first_process():
+            return Path(out)
         program = self.export()
         with staged(Path(out), force=force) as folder:
             torch.export.save(program, folder / MODEL_FILE)
