@@ -5,20 +5,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from attnrewrite.errors import InputError
 from attnrewrite.preprocessing import Preprocessing, Size
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _NAMED = 5
+_UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises
 
 
 def check_picture(path: Path) -> None:
-    """Raise InputError unless the file begins as a picture does."""
+    """Raise InputError unless the file begins as a picture of 8 bits a channel does."""
     try:
-        Image.open(path).close()
-    except (UnidentifiedImageError, OSError) as error:
+        _opened(path).close()
+    except _UNREADABLE as error:
         raise InputError(f"{path} is not an image that can be read: mend it, remove it, or --skip-bad") from error
 
 
@@ -38,22 +39,31 @@ def named(paths: Sequence[Path]) -> str:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file is a picture that can be read to its end."""
+    """Whether the file is a picture that can be read to its end. Raises InputError where its pixels are no bytes."""
     try:
-        with Image.open(path) as picture:
+        with _opened(path) as picture:
             picture.load()
-    except (UnidentifiedImageError, OSError, SyntaxError):
+    except _UNREADABLE:
         return False
     return True
+
+
+def _opened(path: Path) -> Image.Image:
+    """The picture, before its pixels are read. Raises InputError where they are no bytes: Pillow would clip them."""
+    picture = Image.open(path)
+    if picture.mode.startswith(("I", "F")):
+        picture.close()
+        raise InputError(f"{path} has pixels of 16 or 32 bits (mode {picture.mode}): save it with 8 bits a channel")
+    return picture
 
 
 def read_picture(path: Path, transform: Preprocessing, size: Size) -> np.ndarray:
     """The picture as uint8 [H, W, C] for `size` (C, H, W): resized, keeping its shape, and cropped at the centre."""
     channels, height, width = size
     try:
-        with Image.open(path) as opened:
+        with _opened(path) as opened:
             picture = opened.convert("L" if channels == 1 else "RGB")
-    except (OSError, SyntaxError) as error:
+    except _UNREADABLE as error:
         raise InputError(f"{path} is damaged ({error}): mend it, remove it, or --skip-bad") from error
     scaled = _cover(picture.size, (math.floor(width / transform.crop), math.floor(height / transform.crop)))
     if scaled != picture.size:

@@ -13,10 +13,7 @@ from PIL import Image
 
 from attnrewrite.cli import main
 from attnrewrite.sources import load_source
-
-SIZE = "--input-size 3x16x16"
-CONVERT = f"convert models.py:vit {SIZE} --out out"
-EVALUATE = f"evaluate models.py:vit {SIZE} --mean 0 --std 1"
+from tests.bad_command_lines import CASES, EVALUATE, SIZE
 
 
 class Code:
@@ -46,143 +43,32 @@ def given(tmp_path_factory: pytest.TempPathFactory, models_file: Path) -> Path:
     np.savez(folder / "labels.npz", x=pixels, y=np.arange(4) + 2)
     np.savez(folder / "large.npz", x=np.zeros((4, 32, 32, 3), np.uint8))
     np.savez(folder / "floats.npz", x=pixels / 255)
+    np.savez(folder / "few.npz", x=np.zeros((7, 16, 16, 3), np.uint8))
+    np.savez(folder / "some.npz", x=np.random.default_rng(0).integers(0, 256, (9, 16, 16, 3), dtype=np.uint8))
+    np.savez(folder / "none.npz", x=pixels[:0])
+    np.savez(folder / "grey.npz", x=pixels[..., 0])
+    np.savez(folder / "channels_first.npz", x=pixels.transpose(0, 3, 1, 2))
+    np.savez(folder / "objects.npz", x=np.array([None]))
+    np.savez(folder / "unnamed.npz", images=pixels)
+    np.savez(folder / "unpaired.npz", x=pixels, y=np.arange(3))
+    np.savez(folder / "negative.npz", x=pixels, y=np.arange(4) - 1)
     (folder / "cut.npz").write_bytes((folder / "good.npz").read_bytes()[:-40])
-    for name in ("empty", "damaged", "existing"):
+    for name in ("empty", "damaged", "existing", "broken", "torn", "deep"):
         (folder / name).mkdir()
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    for index in range(10):
+        Image.fromarray(noise).save(folder / "torn" / f"{index}.jpg")
+    for name in ("3.jpg", "7.jpg"):
+        (folder / "torn" / name).write_bytes((folder / "torn" / name).read_bytes()[:-2000])
+    (folder / "broken" / "a.png").write_bytes(b"not a picture")
+    Image.fromarray(noise[..., 0].astype(np.uint16)).save(folder / "deep" / "a.png")
+    (folder / "negative.toml").write_text("max-drop = -1\nvariant = 'auto'\ncalibrate = 'some.npz'")
     Image.fromarray(noise).save(folder / "damaged" / "a.jpg")
     (folder / "damaged" / "b.jpg").write_bytes((folder / "damaged" / "a.jpg").read_bytes()[:-2000])
     (folder / "existing" / "mine.txt").write_text("keep me")
     (folder / "bad.toml").write_text("variant = ")
     (folder / "typo.toml").write_text("varaint = 'l1'")
     return folder
-
-
-# name: (command line, exit code, what standard error says)
-CASES: dict[str, tuple[str, int, str]] = {
-    # The model.
-    "no source": ("explain", 2, "Missing argument 'SOURCE'"),
-    "no such model": ("explain vit", 2, "no model 'vit': give a .pt2 or .onnx file"),
-    "no such file": (f"explain nothing.py:vit {SIZE}", 2, "cannot read the Python file nothing.py: No such file"),
-    "no such factory": (f"explain models.py:vti {SIZE}", 2, "unknown factory in models.py 'vti': did you mean 'vit'?"),
-    "a failing factory": (f"explain models.py:failing {SIZE}", 2, "failing raised ValueError: no weights here (line"),
-    "a factory with arguments": (f"explain models.py:needs {SIZE}", 2, "needs raised TypeError"),
-    "not a module": (
-        f"explain models.py:a_string {SIZE}",
-        2,
-        "must be a function that returns an nn.Module, not a str",
-    ),
-    "a damaged program": ("explain half.pt2", 2, "half.pt2 is truncated or is not an exported program"),
-    "onnx": ("explain model.onnx", 2, "model.onnx: holds no graph; export it again"),
-    "a checkpoint alone": ("explain good.pth", 2, "good.pth holds weights, not a model"),
-    "a folder": ("evaluate empty --data good.npz", 2, "empty is not a converted model, as it holds no model.pt2"),
-    "no attention": (
-        f"convert models.py:gated {SIZE} --out out",
-        3,
-        "gated has no attention to rewrite (softmax: the softmax's input comes from linear",
-    ),
-    "no attention, dry": (f"convert models.py:gated {SIZE} --out out --dry-run", 3, "l1 would stand nowhere in gated"),
-    # Its size and weights.
-    "no input size": ("explain models.py:vit", 2, "give --input-size, such as 3x224x224"),
-    "a bad input size": (
-        "explain models.py:vit --input-size 3x16",
-        2,
-        "input size '3x16' is not CHANNELSxHEIGHTxWIDTH",
-    ),
-    "the wrong input size": ("explain models.py:vit --input-size 3x4x4", 2, "vit does not take an input of 3x4x4"),
-    "no checkpoint": (
-        f"{CONVERT} --checkpoint no.pth",
-        2,
-        "cannot read the checkpoint no.pth: No such file or directory",
-    ),
-    "a truncated checkpoint": (
-        f"{CONVERT} --checkpoint cut.pth",
-        2,
-        "cut.pth is truncated or is not a PyTorch checkpoint",
-    ),
-    "a checkpoint folder": (f"{CONVERT} --checkpoint empty", 2, "empty is a folder: the checkpoint is a file in it"),
-    "a web page": (f"{CONVERT} --checkpoint page.pth", 2, "page.pth is a web page, not a checkpoint"),
-    "code": (f"{CONVERT} --checkpoint code.pth", 2, "code.pth was not loaded: it would run code (posix.system)"),
-    "other names": (
-        f"{CONVERT} --checkpoint other.pth",
-        2,
-        "29 missing (token, embed.weight, embed.bias, ...); 29 unexpected",
-    ),
-    "other classes": (
-        f"{CONVERT} --checkpoint thousand.pth",
-        2,
-        "head.weight is 1000x16 in the file and 5x16 in the model",
-    ),
-    # The data.
-    "no data": (f"{EVALUATE} --data no.npz", 2, "cannot read the .npz no.npz: No such file or directory"),
-    "no data folder": (f"{EVALUATE} --data no", 2, "no does not exist: images are a folder of them, or an .npz"),
-    "other data": (f"{EVALUATE} --data models.py", 2, "models.py is neither"),
-    "an empty folder": (f"{EVALUATE} --data empty", 2, "empty holds no images"),
-    "truncated data": (f"{EVALUATE} --data cut.npz", 2, "cut.npz could not be read: it is truncated"),
-    "floats": (f"{EVALUATE} --data floats.npz", 2, "floats.npz: x is float64 [4, 16, 16, 3] and must be uint8"),
-    "large images": (
-        f"{EVALUATE} --data large.npz",
-        2,
-        "large.npz holds images of 3x32x32 and the model takes 3x16x16",
-    ),
-    "large calibration": (f"{CONVERT} --mean 0 --std 1 --calibrate large.npz", 2, "large.npz holds images of 3x32x32"),
-    "labels beyond the classes": (f"{EVALUATE} --data labels.npz", 2, "vit has 5 classes and the data a label 5"),
-    "a damaged picture": (f"{EVALUATE} --data damaged", 2, "damaged/b.jpg is damaged"),
-    "no mean": (f"evaluate models.py:vit {SIZE} --data good.npz", 2, "give --mean and --std"),
-    "no mean for calibration": (f"{CONVERT} --calibrate good.npz", 2, "give --mean and --std"),
-    "mean alone": (f"{CONVERT} --mean 0.5", 2, "--mean without --std"),
-    "a mean in words": (f"{CONVERT} --mean grey --std 1", 2, "--mean 'grey' is not a number"),
-    "two means": (
-        f"evaluate models.py:vit {SIZE} --mean 0,0 --std 1 --data good.npz",
-        2,
-        "2 numbers and the images 3 channels",
-    ),
-    # Names.
-    "an unknown command": ("covnert models.py:vit", 2, "No such command 'covnert'. Did you mean 'convert'?"),
-    "an unknown option": (f"{CONVERT} --varient l1", 2, "--varient. Did you mean --variant?"),
-    "an unknown variant": (f"{CONVERT} --variant l2", 2, "unknown variant 'l2': did you mean 'l1'?"),
-    "an unknown variant option": (
-        f"{CONVERT} --option centered=true",
-        2,
-        "unknown option of l1 'centered': did you mean 'centred'?",
-    ),
-    "a bad variant option": (f"{CONVERT} --option centred=maybe", 2, "centred='maybe' is not true or false"),
-    "an option without value": (f"{CONVERT} --option centred", 2, "--option 'centred' is not KEY=VALUE"),
-    "an unknown site": (f"{CONVERT} --keep site7", 2, "unknown site to keep 'site7': did you mean"),
-    "an unknown site, dry": (f"{CONVERT} --keep site7 --dry-run", 2, "unknown site to keep 'site7': did you mean"),
-    "an unknown target": (
-        f"lower models.py:vit {SIZE} --target hots --out out",
-        2,
-        "unknown target 'hots': did you mean 'host'?",
-    ),
-    "an unknown target to compare": (f"compare models.py:vit {SIZE} --target gup --out out", 2, "did you mean 'gpu'?"),
-    "two models of one name": (
-        f"compare models.py:vit models.py:vit {SIZE} --target host --out out",
-        2,
-        "two models are called 'vit'",
-    ),
-    "no samples": (f"{CONVERT} --samples 0", 2, "Invalid value for '--samples'"),
-    "a seed in words": (f"{CONVERT} --seed often", 2, "Invalid value for '--seed'"),
-    "no output folder": (f"convert models.py:vit {SIZE}", 2, "Missing option '--out'"),
-    # The output folder and the configuration.
-    "an existing folder": (
-        f"convert models.py:vit {SIZE} --out existing",
-        2,
-        "existing exists: choose another output folder",
-    ),
-    "the folder one is in": (f"convert models.py:vit {SIZE} --out . --force", 2, "holds the folder you work in"),
-    "a file for a folder": (f"convert models.py:vit {SIZE} --out good.npz/out", 2, "good.npz is not a folder"),
-    "existing, to lower": (f"lower models.py:vit {SIZE} --target host --out existing", 2, "existing exists"),
-    "existing, to compare": (f"compare models.py:vit {SIZE} --target host --out existing", 2, "existing exists"),
-    "no configuration": (f"{CONVERT} --config no.toml", 2, "cannot read --config no.toml: No such file"),
-    "a damaged configuration": (f"{CONVERT} --config bad.toml", 2, "--config bad.toml is not TOML"),
-    "a typo in it": (
-        f"{CONVERT} --config typo.toml",
-        2,
-        "unknown option of convert in typo.toml 'varaint': did you mean 'variant'?",
-    ),
-    "nowhere to save it": (f"{CONVERT} --save-config no/c.toml", 2, "cannot write --save-config no/c.toml"),
-}
 
 
 @pytest.mark.parametrize("case", CASES)
