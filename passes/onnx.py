@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
+import torch
 
 from attnrewrite.errors import InputError
 from attnrewrite.passes.base import Edit, place
@@ -18,6 +19,12 @@ from attnrewrite.patterns.onnx_sizes import Size
 from attnrewrite.patterns.weights import pick
 from attnrewrite.plan import Plan, check_fits
 from attnrewrite.site import AttentionSite, Scan
+
+_FLOAT_TYPES = {
+    int(ir.DataType.FLOAT16): torch.float16,
+    int(ir.DataType.FLOAT): torch.float32,
+    int(ir.DataType.DOUBLE): torch.float64,
+}
 
 
 class OnnxRewrite(ir.passes.FunctionalPass):
@@ -52,6 +59,7 @@ class OnnxRewrite(ir.passes.FunctionalPass):
         modules = [place(graph, sites[placement.site], placement) for placement in plan.placements]
         for module in modules:
             module.form = module.form.deploy()
+            module.to(_float_type(graph, module.values))
         result = inlined(model) if model.functions else model.clone()
         _set_parameters(result, plan)
         edits = rewrite(result, graph, list(zip(chosen, modules, strict=True))) if modules else ()
@@ -156,6 +164,11 @@ def _drop(graph: ir.Graph, last: ir.Node) -> None:
                 pending.append(producer)
             elif operand.is_initializer() and not operand.uses() and not operand.is_graph_input():
                 del graph.initializers[str(operand.name)]
+
+
+def _float_type(graph: OnnxGraph, values: Sequence[str]) -> torch.dtype:
+    """The precision that the model computes these values in: its constants are read as float32 or wider."""
+    return next((_FLOAT_TYPES[kind] for kind in map(graph.dtype, values) if kind in _FLOAT_TYPES), torch.float32)
 
 
 def _set_parameters(model: ir.Model, plan: Plan) -> None:

@@ -132,14 +132,13 @@ def fold(graph: ir.Graph, opsets: Mapping[str, int]) -> None:
         except InputError:
             continue  # it is left to the runtime
         made = node.outputs[0]
-        known = ir.val(f"{made.name}_folded", const_value=ir.tensor(np.ascontiguousarray(array)))
+        known = ir.val(f"{made.name}_folded", const_value=ir.tensor(np.asarray(array, order="C")))
         graph.register_initializer(known)
         ir.convenience.replace_all_uses_with(made, known, replace_graph_outputs=True)
         graph.remove(node, safe=True)
-    for name in [
-        name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()
-    ]:
-        del graph.initializers[name]
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del graph.initializers[name]
 
 
 def lower(graph: ir.Graph, node: ir.Node, version: int) -> None:

@@ -122,9 +122,8 @@ def exported_vit(model: Vit) -> ir.Model:
     """The model's ONNX file as torch writes it, with an open batch."""
     with warnings.catch_warnings(action="ignore"):
         shapes = ({0: torch.export.Dim.DYNAMIC},)
-        program = torch.onnx.export(
-            model, (torch.randn(2, *IMAGE[1:]),), dynamo=True, dynamic_shapes=shapes, verbose=False
-        )
+        image = torch.randn(2, *IMAGE[1:], dtype=model.head.weight.dtype)
+        program = torch.onnx.export(model, (image,), dynamo=True, dynamic_shapes=shapes, verbose=False)
     assert program is not None
     return ir.serde.deserialize_model(program.model_proto)
 
@@ -233,3 +232,19 @@ def test_sites_of_other_sizes_or_options_are_exported_themselves(
 ) -> None:
     forms = [get_variant("l1"), get_variant("l1", {"centred": False}), get_variant("l1", {"order": "qk"})]
     assert in_turn(deep[1], monkeypatch, *forms)[1] == 3
+
+
+@pytest.mark.parametrize("form", ["softmax", "l1", "masked", "polynomial"])
+def test_a_site_is_written_in_the_precision_of_its_model(form: str) -> None:
+    """A file in float16, against the torch module in float64."""
+    torch.manual_seed(0)
+    model = Vit().eval().half()
+    file, images = exported_vit(model), torch.randn(3, *IMAGE[1:]).half()
+    result, _ = OnnxRewrite(plan_for(scan_onnx(OnnxGraph(file), "vit"), get_variant(form))).apply(file)
+    onnx.checker.check_model(ir.serde.serialize_model(result), full_check=True)
+    original = capture("vit", model.double(), (torch.randn(IMAGE, dtype=torch.float64),)).module
+    exact = FxRewrite(plan_for(scan(FxGraph(original), "vit"), get_variant(form)))(original).double()
+    found = run(result, images.numpy())[0]
+    assert found.dtype == np.float16
+    with torch.no_grad():
+        np.testing.assert_allclose(found, exact(images.double()), rtol=0, atol=2e-3)
