@@ -1,7 +1,7 @@
 """ONNX -> FX: an ONNX model as a torch module, so that it can be calibrated, and reach targets that read no ONNX.
 
 Constants are folded first, and what exporters compute of shapes with them: a reshape becomes its sizes, the batch left
-open. Every operator that is translated is in `onnx_import_ops` and `onnx_import_layers`.
+open. Every operator that is translated is in `onnx_import_ops`, `onnx_import_moves` and `onnx_import_layers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -180,9 +180,10 @@ class _Importer:
 
     def run(self) -> GraphModule:
         from attnrewrite.onnx_import_layers import LAYERS
+        from attnrewrite.onnx_import_moves import MOVES
         from attnrewrite.onnx_import_ops import OPERATORS
 
-        translations = OPERATORS | LAYERS
+        translations = OPERATORS | MOVES | LAYERS
         model = self.view.prepared.model
         for place, value in enumerate(real_inputs(model.graph)):
             self._made[str(value.name)] = self.graph.placeholder(f"input_{place}")

@@ -1,6 +1,5 @@
 """ONNX graphs (onnx_ir) behind the GraphView protocol. No torch."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -11,16 +10,16 @@ import onnx_ir as ir
 from attnrewrite.errors import InputError
 from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.graph import Operation
-from attnrewrite.patterns.onnx_ops import BINARY, MOVED, QUANTISED, SHAPE_ONLY, SIMPLE
+from attnrewrite.patterns.onnx_normalise import moved, normalise
+from attnrewrite.patterns.onnx_ops import SHAPE_ONLY
 from attnrewrite.patterns.onnx_prepare import prepare
 from attnrewrite.patterns.onnx_recognise import (
     BiasedProduct,
     biased_product,
-    normalised_by_hand,
     quantised_around,
     scope_of,
 )
-from attnrewrite.patterns.onnx_sizes import PRIVATE, Size, evaluate
+from attnrewrite.patterns.onnx_sizes import Size, evaluate
 from attnrewrite.site import Frontend, Scan
 
 _RESULT = "result of the model: "  # stands for the reader of a graph output among a value's users
@@ -143,22 +142,17 @@ class OnnxGraph:
         output = self._values[value]
         node = output.producer()
         assert node is not None
-        given = dict(zip(self._moved(node), arrays, strict=True))
+        given = dict(zip(moved(node), arrays, strict=True))
         filled = [given.get(place, self._parameter(node, place)) for place in range(len(node.inputs))]
         return evaluate(node, filled, self.prepared.opsets)[output.index() or 0]
 
     def _parameter(self, node: ir.Node, place: int) -> np.ndarray | None:
         """What a movement reads beside the data; what it pads with becomes 0."""
         operand = node.inputs[place]
-        if operand is None or place in self._moved(node):
+        if operand is None or place in moved(node):
             return None
         is_padding = node.op_type == "Pad" and place == 2
         return np.zeros((), np.int64) if is_padding else self.constant(str(operand.name))
-
-    @staticmethod
-    def _moved(node: ir.Node) -> list[int]:
-        """The places of the operands whose elements a movement carries."""
-        return list(range(len(node.inputs))) if node.op_type == "Concat" else list(MOVED.get(node.op_type, (0,)))
 
     def _value_is_constant(self, value: ir.Value) -> bool:
         node = value.producer()
@@ -212,118 +206,7 @@ class OnnxGraph:
         node = self._values[value].producer()
         if node is None:
             return Operation(value, "constant" if self._values[value].is_initializer() else "input", "input", ())
-        return self._normalise_node(value, node)
-
-    def _normalise_node(self, value: str, node: ir.Node) -> Operation:
-        inputs = tuple(str(operand.name) for operand in node.inputs if operand is not None)
-        if node.domain == PRIVATE:
-            return self._attention(value, node, inputs)
-        special = _SPECIAL.get(node.op_type)
-        if special is not None:
-            return special(self, value, node, inputs)
-        kind, name = SIMPLE.get(node.op_type, ("other", node.op_type))
-        if kind == "move":
-            return self._movement(value, node, name)
-        if kind == "map" and name == "identity":
-            return Operation(value, kind, name, inputs[:1])
-        if node.op_type == "Clip" and all(self.is_constant(bound) for bound in inputs[1:]):
-            return Operation(value, kind, name, inputs[:1])
-        if kind == "map":
-            by_hand = normalised_by_hand(node) if node.op_type == "Div" else None
-            if by_hand is not None:
-                return Operation(value, "norm", "layer_norm", (by_hand,), {"style": "layer_norm"})
-            return self._map(value, node, name, inputs)
-        if kind == "norm":
-            epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
-            return Operation(value, kind, name, inputs, {"style": name, "epsilon": epsilon})
-        if kind == "reduce":
-            return Operation(value, kind, name, inputs[:1], {"axes": self._reduced_axes(node, inputs)})
-        if kind == "pool":
-            return Operation(value, kind, name, inputs[:1])
-        return Operation(value, kind, name, inputs, {"quantized": True} if node.op_type in QUANTISED else {})
-
-    def _reduced_axes(self, node: ir.Node, inputs: tuple[str, ...]) -> tuple[int, ...]:
-        rank = len(self.shape(inputs[0]))
-        given: Sequence[int] = range(rank)
-        if "axes" in node.attributes:
-            given = node.attributes["axes"].as_ints()
-        elif len(inputs) > 1:
-            given = self.constant(inputs[1]).reshape(-1).tolist() if self.is_constant(inputs[1]) else ()
-        return tuple(axis % rank for axis in given)
-
-    def _movement(self, value: str, node: ir.Node, name: str) -> Operation:
-        moved = self._moved(node)
-        others = [operand for place, operand in enumerate(node.inputs) if place not in moved and operand is not None]
-        reflects = node.op_type == "Pad" and "mode" in node.attributes and node.attributes["mode"].value != "constant"
-        inputs = tuple(str(node.inputs[place].name) for place in moved)  # type: ignore[union-attr]
-        settled = not reflects and all(self.is_constant(str(operand.name)) for operand in others)
-        return Operation(value, "move" if settled else "other", name if settled else node.op_type, inputs)
-
-    def _map(self, value: str, node: ir.Node, name: str, inputs: tuple[str, ...]) -> Operation:
-        """A map; the one-element constant of a binary one becomes a number."""
-        if node.op_type in BINARY and len(inputs) == 2:
-            for position, operand in enumerate(inputs):
-                other = inputs[1 - position]
-                single = math.prod(self.shape(operand)) == 1 and self.shape(other) == self.shape(value)
-                if single and self.is_constant(operand) and not self.is_constant(other):
-                    number = float(self.constant(operand).reshape(()))
-                    return Operation(value, "map", name, (other,), {"scalar": number, "position": position})
-        return Operation(value, "map", name, inputs)
-
-    def _attention(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
-        scale = node.attributes["scale"].as_float() if "scale" in node.attributes else self.shape(inputs[0])[-1] ** -0.5
-        attributes = {
-            "mask": inputs[3] if len(inputs) > 3 else None,
-            "causal": bool(node.attributes["causal"].as_int()),
-            "scale": scale,
-            "anchor": "attention-op",
-        }
-        return Operation(value, "sdpa", "attention", inputs[:3], attributes)
-
-    def _softmax(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
-        default = -1 if self.prepared.opsets.get("", 1) >= 13 else 1
-        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else default
-        return Operation(value, "softmax", "softmax", inputs, {"axis": axis % max(len(self.shape(value)), 1)})
-
-    def _is_weight(self, value: str, beside: str) -> bool:
-        return self.is_constant(value) and (self.is_stored(value) or not self.is_constant(beside))
-
-    def _matmul(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
-        left, right = inputs
-        if len(self.shape(right)) == 2 and self._is_weight(right, left):
-            return Operation(value, "linear", "matmul", inputs, {"transposed": True})
-        ranks = len(self.shape(left)), len(self.shape(right))
-        return Operation(value, "matmul" if min(ranks) > 1 else "other", "matmul", inputs)
-
-    def _gemm(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
-        given = {name: attribute.value for name, attribute in node.attributes.items()}
-        bias = inputs[2:]
-        scaled = given.get("alpha", 1.0) != 1.0 or (bias and given.get("beta", 1.0) != 1.0)
-        if scaled or given.get("transA", 0):
-            return Operation(value, "other", "gemm", inputs)
-        row = all(self.is_constant(b) and math.prod(self.shape(b)) in (1, self.shape(value)[-1]) for b in bias)
-        if row and self._is_weight(inputs[1], inputs[0]):
-            return Operation(value, "linear", "gemm", inputs, {"transposed": not given.get("transB", 0)})
-        return Operation(value, "other" if bias or given.get("transB", 0) else "matmul", "gemm", inputs)
-
-    def _conv(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
-        tokens, weight = self.shape(inputs[0]), self.shape(inputs[1])
-        keeps_positions = all(size == 1 for size in weight[2:]) and self.shape(value)[2:] == tokens[2:]
-        pointwise = keeps_positions and weight[1] == tokens[1]
-        depthwise = weight[1] == 1 and weight[0] == tokens[1]
-        return Operation(value, "conv", "conv", inputs, {"pointwise": pointwise, "depthwise": depthwise})
-
-    def _stored_tensor(self, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
-        return Operation(value, "constant", "constant", ())
-
-
-_SPECIAL = {
-    "Constant": OnnxGraph._stored_tensor,
-    "Softmax": OnnxGraph._softmax,
-    "MatMul": OnnxGraph._matmul,
-    "Gemm": OnnxGraph._gemm,
-    "Conv": OnnxGraph._conv,
-}
+        return normalise(self, value, node)
 
 
 def scan_onnx(graph: OnnxGraph, model: str) -> Scan:
