@@ -59,17 +59,18 @@ def explain(
     supported = api.supported(scan)
     nothing = f"attnrewrite: nothing matched: {scan.model} holds no attention that can be rewritten"
     notes = [] if len(scan) else [nothing]
+    pages = {}  # written when all are made
     if graph is not None:
         from attnrewrite.graph_page import graph_page
 
-        notes.append(_written(graph, graph_page(view, scan, supported), run, force=force))
+        pages[graph] = graph_page(view, scan, supported)
     if maps is not None and image is not None:
         from attnrewrite.maps import image_maps
         from attnrewrite.maps_page import maps_page
         from attnrewrite.sources import load_source
 
-        found = image_maps(load_source(source, **asdict(model)), image)
-        notes.append(_written(maps, maps_page(found), run, force=force))
+        pages[maps] = maps_page(image_maps(load_source(source, **asdict(model)), image))
+    notes += [_written(page, text, run, force=force) for page, text in pages.items()]
     shown = scan_table(scan, supported)
     return Outcome(scan_data(scan, supported), shown, exit_code=0 if len(scan) else 3, note="; ".join(notes) or None)
 
@@ -82,7 +83,7 @@ def _check_pages(graph: Path | None, image: Path | None, maps: Path | None, *, f
         from attnrewrite.pictures import is_whole
 
         if not is_whole(image):
-            raise InputError(f"--image {image} is not a picture that can be read to its end: give another")
+            raise InputError(f"--image {image} is not an image that can be read to its end: give another")
     pages = [page for page in (graph, maps) if page is not None]
     if len(pages) == 2 and graph == maps:
         raise InputError(f"--graph and --maps are both {graph}: give each page a name of its own")

@@ -17,6 +17,7 @@ from attnrewrite.capture import Captured, capture
 from attnrewrite.checks import recorded, rewritten_sites
 from attnrewrite.data import Files
 from attnrewrite.errors import InputError
+from attnrewrite.maps_windows import WindowPlaces, window_places
 from attnrewrite.passes.fx import FxRewrite
 from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.fx import FxGraph
@@ -83,9 +84,11 @@ def image_maps(source: Source, image: Path) -> ImageMaps:
         raise InputError(f"{captured.note}; its attention on another image cannot be told")
     taken = original.preprocessing(torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None])
     inputs = (taken, *original.example_inputs[1:])
-    found = scan(FxGraph(captured.module), original.name)
+    graph = FxGraph(captured.module)
+    found = scan(graph, original.name)
+    laid = {site.id: _layout(graph, site) for site in found.sites}
     before = dict(_run(captured, _softmax_plan(found), inputs))
-    after = None if plan is None else dict(_run(captured, _completed(plan, found), inputs))
+    after = None if plan is None else dict(_run(*_completed(captured, plan), inputs))
     names = {} if plan is None else {placement.site: placement.variant.name for placement in plan.placements}
     return ImageMaps(
         source.name,
@@ -94,8 +97,8 @@ def image_maps(source: Source, image: Path) -> ImageMaps:
         tuple(
             SiteMaps(
                 site,
-                _form_maps(site, "softmax", before),
-                None if after is None else _form_maps(site, names.get(site.id, "softmax"), after),
+                _form_maps("softmax", laid[site.id], before.get(site.id)),
+                None if after is None else _form_maps(names.get(site.id, "softmax"), laid[site.id], after.get(site.id)),
             )
             for site in found.sites
         ),
@@ -117,16 +120,17 @@ def _softmax_plan(found: Scan) -> Plan:
     return Plan(found.model, tuple(Placement.at(site, softmax) for site in found.sites if not softmax.refuse(site)))
 
 
-def _completed(plan: Plan, found: Scan) -> Plan:
-    """The plan, with softmax at the sites that it leaves as they are."""
+def _completed(captured: Captured, plan: Plan) -> tuple[Captured, Plan]:
+    """The model with what the plan refits in it, and the plan's sites with softmax at those that it leaves."""
+    refitted = replace(captured, module=FxRewrite(replace(plan, placements=()))(captured.module))
     own = {placement.site: placement for placement in plan.placements}
-    kept = {placement.site: placement for placement in _softmax_plan(found).placements}
-    return replace(plan, placements=tuple((kept | own).values()))
+    kept = {each.site: each for each in _softmax_plan(scan(FxGraph(refitted.module), plan.model)).placements}
+    return refitted, replace(plan, placements=tuple((kept | own).values()), parameters={})
 
 
 @torch.no_grad()
 def _run(captured: Captured, plan: Plan, inputs: tuple[Tensor, ...]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """For each site of the plan, its form's maps on the first image, [maps, tokens] by name."""
+    """For each site of the plan, its form's maps by name, [batch, maps, tokens]; windows are in the batch."""
     module: GraphModule = FxRewrite(plan)(captured.module)
     batch = captured.fixed_batch or 1
     first = inputs[0].expand(batch, *inputs[0].shape[1:])
@@ -134,30 +138,32 @@ def _run(captured: Captured, plan: Plan, inputs: tuple[Tensor, ...]) -> Iterator
         module(first, *(tensor[:1].expand(batch, *tensor.shape[1:]) for tensor in inputs[1:]))
     for site_id, rewritten in rewritten_sites(module).items():
         heads = Heads(*rewritten.attend_inputs(*calls[site_id][0]))
-        yield site_id, {name: values[0] for name, values in rewritten.form.token_maps(heads).items()}
+        yield site_id, rewritten.form.token_maps(heads)
 
 
-def _form_maps(site: AttentionSite, form: str, maps: dict[str, dict[str, Tensor]]) -> FormMaps:
-    reason = get_variant("softmax").refuse(site) or _without_place(site)
-    if reason is not None or site.grid is None:
-        return FormMaps(form, (), f"it {reason}")
-    if not maps[site.id]:
-        return FormMaps(form, (), f"{form} gives no number to each token")
-    return FormMaps(form, tuple(_on_grid(name, values, site.grid) for name, values in maps[site.id].items()))
-
-
-def _without_place(site: AttentionSite) -> str | None:
-    """Why the tokens of a site cannot be laid over the image, or None where they can."""
+def _layout(graph: FxGraph, site: AttentionSite) -> Grid | WindowPlaces | str:
+    """How the site's tokens lie in the image, or why that cannot be drawn."""
+    if reason := get_variant("softmax").refuse(site):
+        return reason
     if site.axis == "channel":
         return "attends over channels, not over tokens"
     if site.windowed:
-        return f"attends in {site.windows} windows, and where each lies in the image is not recorded"
-    if site.grid is None:
-        return "attends over tokens that are not known to be an image"
-    return None
+        return window_places(graph, site)
+    return site.grid or "attends over tokens that are not known to be an image"
 
 
-def _on_grid(name: str, values: Tensor, grid: Grid) -> TokenMap:
-    numbers = values.float().cpu().numpy()
-    image = numbers[:, grid.prefix :].reshape(-1, grid.rows, grid.columns)
-    return TokenMap(name, image, numbers[:, : grid.prefix])
+def _form_maps(form: str, laid: Grid | WindowPlaces | str, maps: dict[str, Tensor] | None) -> FormMaps:
+    if isinstance(laid, str):
+        return FormMaps(form, (), f"it {laid}")
+    if not maps:
+        return FormMaps(form, (), f"{form} gives no number to each token")
+    return FormMaps(form, tuple(_on_image(name, values.float().cpu().numpy(), laid) for name, values in maps.items()))
+
+
+def _on_image(name: str, numbers: np.ndarray, laid: Grid | WindowPlaces) -> TokenMap:
+    """[batch, maps, tokens] of the first image."""
+    if isinstance(laid, WindowPlaces):
+        own = numbers if len(numbers) == len(laid.place) else numbers[laid.first]
+        return TokenMap(name, laid.lay_out(own), numbers[0, :, :0])
+    image = numbers[0, :, laid.prefix :].reshape(-1, laid.rows, laid.columns)
+    return TokenMap(name, image, numbers[0, :, : laid.prefix])

@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, int, str]] = {
     "a torn picture to look at": (
         f"explain models.py:vit {SIZE} --image torn/3.jpg --maps maps.html",
         2,
-        "--image torn/3.jpg is not a picture that can be read to its end",
+        "--image torn/3.jpg is not an image that can be read to its end",
     ),
     "an address": ("explain http://example.com/model.onnx", 2, "model.onnx is an address: download the file first"),
     # The budget.

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 from variant_sites import make_heads, make_site
 
+import attnrewrite as ar
 from attnrewrite.cli import main
 from attnrewrite.errors import InputError
 from attnrewrite.maps import FormMaps, ImageMaps, SiteMaps, TokenMap, image_maps
@@ -192,6 +193,14 @@ def test_a_converted_folder_is_shown_beside_its_original(converted: Path, models
     # What comes before the changed site is as it was, so that its exact row is too.
     np.testing.assert_allclose(changed.maps[2].image, found.sites[1].before.maps[1].image, rtol=1e-4)
     np.testing.assert_array_equal(kept.maps[0].image, found.sites[0].before.maps[0].image)
+
+
+def test_a_kept_site_whose_output_was_refitted_is_shown_too(models_file: Path, image: Path, tmp_path: Path) -> None:
+    source, images = f"{models_file}:vit", torch.rand(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    done = ar.convert(source, variant="additive", keep=["site1"], calibration=images, **HOW)
+    assert "blocks.layers.1.self_attn.out_proj.weight" in done.plan.parameters
+    changed, kept = image_maps(load_source(done.save(tmp_path / "out")), image).sites
+    assert (kept.after and kept.after.form, changed.after and changed.after.form) == ("softmax", "additive")
 
 
 def test_the_command_writes_the_page(
