@@ -38,7 +38,8 @@ class Step:
 class Branch:
     """y = x W^T + b at `node`, moved and scaled along `path`, then added to the stream at `stream`.
 
-    Where nothing adds (no residual connection), `stream` is `node` itself.
+    `axis` is the one that the map works on: the last of tokens, the first after the batch where a convolution of one
+    pixel is the map. Where nothing adds (no residual connection), `stream` is `node` itself.
     """
 
     node: Node
@@ -47,6 +48,7 @@ class Branch:
     weight: Tensor
     bias: Tensor | None
     site: RewrittenSite | None
+    axis: int = -1
 
     @property
     def reads(self) -> frozenset[Node]:
@@ -59,7 +61,7 @@ class Branch:
     def inputs(self, values: Values) -> Tensor:
         """x [..., inputs]."""
         if self.site is None:
-            return values[self.node.args[0]]  # type: ignore[index]
+            return values[self.node.args[0]].movedim(self.axis, -1)  # type: ignore[index]
         return self.site.form(*site_heads(self.site, self.node, values)).transpose(1, 2).flatten(2)
 
     def rows(self, y: Tensor) -> Tensor:
@@ -67,7 +69,7 @@ class Branch:
         if self.site is not None:
             assert isinstance(self.site.output, ProjectedWrite)
             y = read(y, self.site.output.layout)
-        return y.square().sum(-1).flatten()
+        return y.movedim(self.axis, -1).square().sum(-1).flatten()
 
     @torch.no_grad()
     def samples(self, residual: Tensor, values: Values, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +96,7 @@ class Branch:
     def change(self, delta: Tensor) -> None:
         """Add `delta` [columns, outputs] to the map."""
         inputs = self.weight.shape[1]
-        self.weight.add_(delta[:inputs].T.to(self.weight))
+        self.weight.add_(delta[:inputs].T.to(self.weight).reshape(self.weight.shape))
         if self.bias is not None:
             self.bias.add_(delta[inputs].to(self.bias))
 
@@ -114,6 +116,7 @@ class Branch:
         if self.site is not None:
             assert isinstance(self.site.output, ProjectedWrite)
             y = write(y.unsqueeze(1), self.site.output.layout)
+        y = y.movedim(-1, self.axis)
         for step in self.path:
             y = step.apply(y, values)
         return y
@@ -133,10 +136,11 @@ def branches(module: GraphModule) -> Iterator[Branch]:
         if site is not None and isinstance(site.output, ProjectedWrite):
             path, stream = _way_to_stream(node, varying)
             yield Branch(node, path, stream, site.output.weight, site.output.bias, site)
-        elif begun and (tensors := _linear_parameters(module, node)):
+        elif begun and (tensors := _map_parameters(module, node)):
             path, stream = _way_to_stream(node, varying)
             if stream is not node:
-                yield Branch(node, path, stream, *tensors, None)
+                axis = -1 if _operation(node) == "linear" else 1
+                yield Branch(node, path, stream, *tensors, None, axis)
 
 
 def _varying(module: GraphModule) -> set[Node]:
@@ -148,15 +152,24 @@ def _varying(module: GraphModule) -> set[Node]:
     return found
 
 
-def _linear_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None] | None:
+def _map_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None] | None:
     """The weight and bias of a linear node, where they are parameters that nothing else reads."""
-    if _operation(node) != "linear":
+    if _operation(node) not in {"linear", "conv2d"}:
         return None
-    parameters = [argument for argument in node.args[1:] if argument is not None]
+    parameters = [argument for argument in node.args[1:3] if argument is not None]
     if not all(isinstance(p, Node) and p.op == "get_attr" and len(p.users) == 1 for p in parameters):
         return None
     tensors = [module.get_parameter(str(parameter.target)) for parameter in parameters]  # type: ignore[union-attr]
+    if _operation(node) == "conv2d" and not _one_pixel(node, tensors[0]):
+        return None
     return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+
+def _one_pixel(node: Node, weight: Tensor) -> bool:
+    """Whether a convolution is a linear map of each pixel by itself: kernel and stride of one, no padding, one group."""
+    options = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False))
+    whole = options.get("padding", [0]) in ([0], [0, 0]) and options.get("stride", [1]) in ([1], [1, 1])
+    return weight.shape[2:] == (1, 1) and whole and options.get("groups", 1) == 1
 
 
 def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], Node]:

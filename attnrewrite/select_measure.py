@@ -178,9 +178,9 @@ class Workbench:
         return Plan(self.subject.name, tuple(Placement.at(site, standing[site.id]) for site in sites))
 
     def _kept(self, name: str, find: Callable[[], Any]) -> Any:
-        """What `find` found, now or before an interruption."""
+        """What `find` found, now or before an interruption: for this model, these images, and what was asked."""
         file = f"selection {fingerprint([], name)}"
-        key = fingerprint(self.subject.teacher.state_dict().values(), *self._asked(), name)
+        key = fingerprint([self._original_logits, *self.subject.teacher.state_dict().values()], *self._asked(), name)
         owner = self.world.rank == 0
         found = self.world.from_owner(self.state.load(file, key) if owner else None, 0)
         if found is None:

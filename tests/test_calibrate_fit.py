@@ -45,13 +45,24 @@ class Mlp(nn.Sequential):
         super().__init__(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
 
+class ConvMlp(nn.Sequential):
+    """The same on an image of tokens, by convolutions of one pixel."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(WIDTH, 2 * WIDTH, 1), nn.GELU(), nn.Conv2d(2 * WIDTH, WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.transpose(1, 2).reshape(-1, WIDTH, SIDE, SIDE)
+        return super().forward(image).flatten(2).transpose(1, 2)
+
+
 class Block(nn.Module):
-    """One block in four arrangements; each has two branches that end in a linear map."""
+    """One block in five arrangements; each has two branches that end in a linear map."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.attention, self.mlp = Attention(), Mlp()
+        self.attention, self.mlp = Attention(), ConvMlp() if kind == "convolutions" else Mlp()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.scale = nn.Parameter(torch.linspace(0.2, 2.0, WIDTH))
 
@@ -88,7 +99,7 @@ class Model(nn.Module):
         return self.head(self.blocks(self.embed(x).flatten(2).transpose(1, 2)).mean(1))
 
 
-KINDS = ("post-norm", "pre-norm", "parallel", "windows")
+KINDS = ("post-norm", "pre-norm", "parallel", "windows", "convolutions")
 
 
 def pictures(count: int = 96) -> Images:
