@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from attnrewrite.onnx_import import Call, torch_dtype
+from attnrewrite.patterns.onnx_gelu import gelu_argument
 
 Translation = Callable[[Call], Any]
 
@@ -28,6 +29,14 @@ def _folded(function: Callable[..., Any]) -> Translation:
 def divide(left: Tensor, right: Tensor) -> Tensor:
     """ONNX divides whole numbers towards zero."""
     return torch.div(left, right) if left.is_floating_point() else torch.div(left, right, rounding_mode="trunc")
+
+
+def _multiply(call: Call) -> Node:
+    """A product; the last one of a GELU that was taken apart is that GELU again, as what rewrites it should see it."""
+    found = gelu_argument(call.node, {"": call.opset})
+    if found is None:
+        return call.emit(torch.mul, *call.operands())
+    return call.emit(F.gelu, call.importer.operand(str(found[0].name), call), approximate=found[1])
 
 
 def prelu(value: Tensor, slope: Tensor) -> Tensor:
@@ -149,7 +158,7 @@ def _lp_norm(call: Call) -> Node:
 
 
 _ALIKE: dict[str, Callable[..., Any]] = {
-    "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": divide, "Pow": torch.pow, "Neg": torch.neg,
+    "Add": torch.add, "Sub": torch.sub, "Div": divide, "Pow": torch.pow, "Neg": torch.neg,
     "Abs": torch.abs, "Exp": torch.exp, "Log": torch.log, "Sqrt": torch.sqrt, "Reciprocal": torch.reciprocal,
     "Erf": torch.erf, "Sin": torch.sin, "Cos": torch.cos, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid,
     "Relu": torch.relu, "Floor": torch.floor, "Ceil": torch.ceil, "Round": torch.round, "Sign": torch.sign,
@@ -169,7 +178,7 @@ OPERATORS: dict[str, Translation] = {
     "LeakyRelu": lambda call: call.emit(F.leaky_relu, call.operand(0), call.attribute("alpha", 0.01)),
     "QuickGelu": _swish, "Swish": _swish, "HardSigmoid": _hard_sigmoid, "Gelu": _gelu, "FastGelu": _fast_gelu,
     "Clip": _clip, "Cast": _cast, "Mod": _mod, "Identity": _identity, "Dropout": _identity, "IsInf": _is_inf,
-    "Min": _folded(torch.minimum), "Max": _folded(torch.maximum), "Sum": _folded(torch.add),
+    "Mul": _multiply, "Min": _folded(torch.minimum), "Max": _folded(torch.maximum), "Sum": _folded(torch.add),
     "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(torch.log_softmax),
     "Einsum": _einsum, "CumSum": _cumsum, "TopK": _top_k, "LpNormalization": _lp_norm,
     "ArgMax": _arg(torch.argmax), "ArgMin": _arg(torch.argmin),

@@ -8,6 +8,7 @@ import torch
 
 from attnrewrite.errors import InputError
 from attnrewrite.passes.base import Edit, place
+from attnrewrite.passes.onnx_activations import relu_for_gelu
 from attnrewrite.passes.onnx_fragment import Fragment, export_sites
 from attnrewrite.passes.rewritten import RewrittenSite, written_value
 from attnrewrite.patterns.onnx import OnnxGraph, scan_onnx
@@ -63,6 +64,7 @@ class OnnxRewrite(ir.passes.FunctionalPass):
         result = inlined(model) if model.functions else model.clone()
         _set_parameters(result, plan)
         edits = rewrite(result, graph, list(zip(chosen, modules, strict=True))) if modules else ()
+        _put_relu(result, plan, edits, graph.prepared.opsets)
         return result, edits
 
 
@@ -91,6 +93,14 @@ def rewrite(
         _splice(model.graph, [values[name] for name in module.values], values[written], fragment)
         edits.append(Edit(site.id, written, f"attention_{site.id}"))
     return tuple(edits)
+
+
+def _put_relu(model: ir.Model, plan: Plan, edits: Sequence[Edit], opsets: Mapping[str, int]) -> None:
+    """SimA's ReLU for GELU behind the sites whose variant asks for it."""
+    for placement, edit in zip(plan.placements, edits, strict=True):
+        if getattr(placement.variant, "relu", False):
+            for node in relu_for_gelu(model.graph, _values(model.graph)[edit.replaced], opsets):
+                _drop(model.graph, node)
 
 
 def _spelled_out(model: ir.Model, graph: OnnxGraph, names: Sequence[str]) -> dict[str, ir.Value]:
