@@ -177,8 +177,18 @@ def _index(node: Any, importer: Any) -> Any:
     return importer.block_builder.emit(relax.op.take(values, index, axis=axis, mode="wrap"))
 
 
+def _largest(node: Any, importer: Any) -> Any:
+    """The largest along some axes, which the importer does not know."""
+    from tvm import relax
+
+    given = importer.retrieve_args(node)
+    values, axes, keep = (*given, *([], False)[len(given) - 1 :])
+    return importer.block_builder.emit(relax.op.max(values, list(axes) or None, keep))
+
+
 # Operators that torch.export leaves in the graph and TVM's importer lacks, in terms of those it has.
 _CONVERTERS: dict[str, Callable[[Any, Any], Any]] = {
     "_unsafe_view.default": lambda node, importer: importer.convert_map["view.default"](node),
+    "amax.default": _largest,
     "index.Tensor": _index,
 }

@@ -66,7 +66,7 @@ def _scheduled(relax_module: Any, device: Mapping[str, Any]) -> Any:
         def apply(self, func: Any, target: Any, tunable: bool) -> Any:
             try:
                 return self.rule.apply(func, target, tunable)
-            except (ValueError, AssertionError):
+            except (ValueError, AssertionError, AttributeError):
                 return None
 
     gpu, relax = dlight.gpu, tvm.relax
