@@ -166,10 +166,10 @@ def _map_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | N
 
 
 def _one_pixel(node: Node, weight: Tensor) -> bool:
-    """Whether a convolution is a linear map of each pixel by itself: kernel and stride of one, no padding, one group."""
+    """Whether a convolution is a linear map of each pixel by itself."""
     options = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False))
     whole = options.get("padding", [0]) in ([0], [0, 0]) and options.get("stride", [1]) in ([1], [1, 1])
-    return weight.shape[2:] == (1, 1) and whole and options.get("groups", 1) == 1
+    return list(weight.shape[2:]) == [1, 1] and whole and options.get("groups", 1) in (1,)
 
 
 def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], Node]:

@@ -11,7 +11,6 @@ from torch.fx import GraphModule, Node
 
 from attnrewrite.calibrate_fit import Fit, fit_points
 from attnrewrite.calibrate_images import first_tensor
-from attnrewrite.calibrate_importance import sensitivity
 from attnrewrite.calibrate_stage import Calibration, distance
 from attnrewrite.calibrate_train import Best, Schedule, snapshot, train
 from attnrewrite.checks import recorded, rewritten_sites
@@ -19,9 +18,8 @@ from attnrewrite.checks import recorded, rewritten_sites
 
 @dataclass(frozen=True)
 class SiteDistillation:
-    """Each site by itself, all at once: its output for the teacher's inputs towards the teacher's output, where errors
-    count as much as the answer depends on them. Then the maps that end the residual branches are fitted again, for what
-    the sites became.
+    """Each site by itself, all at once: its output for the teacher's inputs towards the teacher's output. Then the maps
+    that end the residual branches are fitted again, for what the sites became.
 
     Where that ends worse on the held-out images than it began, nothing is changed.
     """
@@ -34,17 +32,11 @@ class SiteDistillation:
         student = calibration.student
         before, tensors = distance(calibration).loss, snapshot(student)
         sites = rewritten_sites(student)
-        nodes = {point.node.name: point.name for point in fit_points(student) if point.site is not None}
-        found = sensitivity(calibration.teacher, nodes, calibration.images, calibration.world)
-        weights = {nodes[node]: weight for node, weight in found.items()}
 
         def losses(images: Tensor) -> dict[str, Tensor]:
             with torch.no_grad(), recorded(calibration.teacher) as calls:
                 calibration.teacher(images)
-            return {
-                name: relative_error(site(*calls[name][0]), calls[name][1], weights[name])
-                for name, site in sites.items()
-            }
+            return {name: relative_error(site(*calls[name][0]), calls[name][1]) for name, site in sites.items()}
 
         train(self.name, calibration, losses, Schedule(self.steps, self.rate))
         notes = Fit(forms=False, name=f"{self.name}: fit").run(calibration)
@@ -74,14 +66,12 @@ class Distillation:
         student = calibration.student
         streams = {point.stream.name: point.name for point in fit_points(student)}
         teacher, own = with_values(calibration.teacher, streams), with_values(student, streams)
-        found = sensitivity(calibration.teacher, streams, calibration.images, calibration.world)
-        weights = [found[node.name] for node in student.graph.nodes if node.name in streams]
 
         def losses(images: Tensor) -> dict[str, Tensor]:
             with torch.no_grad():
                 wanted, states = teacher(images)
             given, reached = own(images)
-            near = [relative_error(*parts) for parts in zip(reached, states, weights, strict=True)]
+            near = [relative_error(a, b) for a, b in zip(reached, states, strict=True)]
             shares = {
                 name: loss * (self.features / len(streams)) for name, loss in zip(streams.values(), near, strict=True)
             }
@@ -103,14 +93,14 @@ def with_values(module: GraphModule, names: Collection[str]) -> GraphModule:
     return GraphModule(module, graph)
 
 
-def relative_error(found: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
-    """Squared error over the energy of `wanted` around its mean, each element counted `weights` times."""
-    energy = ((wanted - wanted.mean()).square() * weights).mean().clamp(min=torch.finfo(wanted.dtype).tiny)
-    return ((found - wanted).square() * weights).mean() / energy
+def relative_error(found: Tensor, wanted: Tensor) -> Tensor:
+    """Squared error over the energy of `wanted` around its mean."""
+    energy = (wanted - wanted.mean()).square().mean().clamp(min=torch.finfo(wanted.dtype).tiny)
+    return (found - wanted).square().mean() / energy
 
 
 def output_loss(given: Tensor, wanted: Tensor) -> Tensor:
     """Kullback-Leibler divergence [images, classes] in nats an image, else the relative squared error."""
     if wanted.dim() != 2 or wanted.shape[1] < 2:
-        return relative_error(given, wanted, wanted.new_ones(()))
+        return relative_error(given, wanted)
     return F.kl_div(given.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)

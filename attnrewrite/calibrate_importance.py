@@ -1,4 +1,4 @@
-"""How much a model's answer depends on each token: what fits and distillation weigh their errors with.
+"""How much a model's answer depends on each token: what the closed-form fits weigh their samples with.
 
 A classifier reads one token, or what a few tokens say of one part of the picture; a fit that weighs all tokens alike
 spends itself on the others. Where the output moves by J r for a change r of a value, E |u J|^2 over random directions u
@@ -16,7 +16,6 @@ from attnrewrite.calibrate_images import Pool, first_tensor
 from attnrewrite.calibrate_world import World
 
 DRAWS = 2  # directions for each image: a weight need not be exact, and there are many images
-BATCHES = 4  # from which the weights of a whole model are averaged
 
 Importance = Mapping[str, Mapping[int, Tensor]]  # branch's node -> batch -> [rows], one number a token
 
@@ -36,21 +35,6 @@ def importance(teacher: GraphModule, images: Pool, world: World) -> Importance:
                 rows = branch.rows(gradient)
                 weights[name][index] = weights[name].get(index, 0) + rows
     return weights
-
-
-def sensitivity(teacher: GraphModule, names: Collection[str], images: Pool, world: World) -> dict[str, Tensor]:
-    """For the values called `names`, how much the answer depends on each element of an image's part: a tensor of the
-    value's shape without the batch, of mean one, averaged over BATCHES batches. Every process computes the same.
-    """
-    spoken = probed(teacher, names)
-    ordered = [node.name for node in teacher.graph.nodes if node.name in names]
-    totals: dict[str, Tensor] = {}
-    for index in range(min(BATCHES, len(images))):
-        for gradients in _gradients(spoken, images, index, world):
-            for name, gradient in zip(ordered, gradients, strict=True):
-                totals[name] = totals.get(name, 0) + gradient.square().mean(0)
-    tiny = torch.finfo(torch.float32).tiny
-    return {name: total / total.mean().clamp(min=tiny) for name, total in totals.items()}
 
 
 def _gradients(spoken: GraphModule, images: Pool, index: int, world: World) -> Iterator[tuple[Tensor, ...]]:

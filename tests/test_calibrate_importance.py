@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attnrewrite.calibrate_branches import branches
 from attnrewrite.calibrate_fit import Fit
-from attnrewrite.calibrate_importance import importance, sensitivity
+from attnrewrite.calibrate_importance import importance
 from attnrewrite.calibrate_stage import distance
 from attnrewrite.calibrate_world import World
 from attnrewrite.variants.registry import get_variant
@@ -56,17 +56,6 @@ def test_a_draw_belongs_to_its_batch_whoever_makes_it() -> None:
     for name, batches in alone.items():
         for index, rows in batches.items():
             assert torch.equal(rows, shared[index % 2][name][index])
-
-
-@pytest.mark.parametrize("kind", ["pre-norm", "windows"])
-def test_sensitivity_has_the_shape_of_a_value_and_mean_one(kind: str) -> None:
-    given = calibration(kind, get_variant("l1"))
-    names = {branch.stream.name for branch in branches(given.student)}
-    found = sensitivity(given.teacher, names, given.images, given.world)
-    assert set(found) == names
-    for weight in found.values():
-        assert weight.shape == (TOKENS, WIDTH)
-        assert float(weight.mean()) == pytest.approx(1)
 
 
 def test_without_a_gradient_all_tokens_are_alike() -> None:
