@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_calibrate_fit import SIDE, WIDTH, Model, calibration
 from torch import Tensor
 
 from attnrewrite.calibrate_branches import branches
@@ -10,7 +11,6 @@ from attnrewrite.calibrate_importance import importance
 from attnrewrite.calibrate_stage import distance
 from attnrewrite.calibrate_world import World
 from attnrewrite.variants.registry import get_variant
-from test_calibrate_fit import SIDE, WIDTH, Model, calibration
 
 TOKENS = SIDE * SIDE
 
