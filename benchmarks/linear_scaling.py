@@ -2,8 +2,9 @@
 
     python benchmarks/linear_scaling.py [--variants l1,masked] [--json scaling.json]
 
-One image, one thread, float32; a square grid and a class token, so that the exact prefix row is in the figures. Time is
-the thread's own, of the quickest call. Memory is what the operators hold at most beyond their inputs,
+One thread, float32; a square grid and a class token, so that the exact prefix row is in the figures. Every size has as
+many images as make TOKENS tokens in all, so that each lies in the same caches, and what grows is the form's own work:
+figures are for one image of them. Time is the thread's own, of the quickest call. Memory is what the operators hold at most beyond their inputs,
 from torch's profiler. `softmax` is torch's fused kernel, whose time is quadratic and whose memory is not; `explicit`
 writes softmax(q k^T) v out. A form that took SLOWEST at a size is not tried at the next.
 """
@@ -26,6 +27,7 @@ from attnrewrite.variants.base import Form
 from attnrewrite.variants.registry import get_variant, variants
 
 SIDES = (8, 16, 32, 64, 128)
+TOKENS = SIDES[-1] ** 2
 HEADS, HEAD_DIM = 6, 64
 FIT_ABOVE = 1000
 LINEAR_BELOW = 1.1
@@ -38,7 +40,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Point:
-    """One form at one size: tokens, the quickest call's milliseconds, peak bytes beyond the inputs."""
+    """One form at one size, for one image: tokens, the quickest call's milliseconds, peak bytes beyond the inputs."""
 
     tokens: int
     milliseconds: float
@@ -97,14 +99,15 @@ def measure(name: str, side: int) -> Point:
     torch.manual_seed(0)
     attention = build(name, side)
     tokens = side * side + 1
-    heads = tuple(torch.randn(1, HEADS, tokens, HEAD_DIM) for _ in range(3))
+    images = TOKENS // side**2
+    heads = tuple(torch.randn(images, HEADS, tokens, HEAD_DIM) for _ in range(3))
     attention(*heads)
     times: list[float] = []
     while len(times) < FEWEST_REPEATS or (sum(times) < SECONDS_PER_POINT and len(times) < MOST_REPEATS):
         start = time.process_time()
         attention(*heads)
         times.append(time.process_time() - start)
-    return Point(tokens, 1e3 * min(times), peak_bytes(attention, heads))
+    return Point(tokens, 1e3 * min(times) / images, peak_bytes(attention, heads) // images)
 
 
 def exponent(points: tuple[Point, ...], value: Callable[[Point], float]) -> float:
