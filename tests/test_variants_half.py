@@ -113,3 +113,19 @@ def test_small_queries_and_keys_keep_their_length(dtype: torch.dtype) -> None:
     query, key, value = (part.to(dtype) for part in make_heads(site)[:3])
     for name in ("additive", "hydra", "xca", "relu-linear"):
         assert error(name, {}, site, (query / 1000, key / 1000, value)) <= ROUNDING[dtype], name
+
+
+@every_case
+def test_forms_train_under_autocast(name: str, options: dict) -> None:
+    """As calibration does on a GPU: products in bfloat16, the form's own constants in float32."""
+    site = make_site(heads=2, head_dim=16, grid=Grid(8, 8, prefix=1))
+    form = get_variant(name, options).build(site)
+    heads = [part.requires_grad_() for part in make_heads(site, dtype=torch.float32)[:3]]
+    exact = form(*heads).detach()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = form(*heads)
+    assert (found - exact).norm() <= ROUNDING[torch.bfloat16] * exact.norm()
+    found.float().square().mean().backward()
+    made = [tensor.grad for tensor in (*heads, *form.parameters()) if tensor.grad is not None]
+    assert made
+    assert all(torch.isfinite(gradient).all() for gradient in made)
