@@ -98,6 +98,12 @@ CASES: dict[str, tuple[str, int, str]] = {
     "nothing to calibrate": (f"{CALIBRATE} empty", 2, "empty holds no images (.bmp, .gif,"),
     "no picture": (f"{CALIBRATE} broken", 2, "broken/a.png is not an image that can be read"),
     "no picture, skipped": (f"{CALIBRATE} broken --skip-bad", 2, "broken: all 1 images are damaged"),
+    "absurd headers": (
+        f"{CALIBRATE} absurd",
+        2,
+        "absurd/a.ppm is not an image that can be read: mend it, remove it, or",
+    ),
+    "absurd headers, skipped": (f"{CALIBRATE} absurd --skip-bad", 2, "absurd: all 2 images are damaged"),
     "torn pictures": (f"{CALIBRATE} torn", 2, "torn: 2 of 10 images are damaged (7.jpg, 3.jpg): mend them, remove"),
     "pictures of 16 bits": (
         f"{CALIBRATE} deep",

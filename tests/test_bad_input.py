@@ -60,6 +60,12 @@ def given(tmp_path_factory: pytest.TempPathFactory, models_file: Path) -> Path:
         Image.fromarray(noise).save(folder / "torn" / f"{index}.jpg")
     for name in ("3.jpg", "7.jpg"):
         (folder / "torn" / name).write_bytes((folder / "torn" / name).read_bytes()[:-2000])
+    (folder / "absurd").mkdir()
+    (folder / "absurd" / "a.ppm").write_bytes(b"P6\n2\xb04 24\n255\n")
+    Image.fromarray(noise).save(folder / "absurd" / "b.bmp")
+    header = bytearray((folder / "absurd" / "b.bmp").read_bytes())
+    header[18:26] = (2**20).to_bytes(4, "little") * 2  # a picture of a million columns and rows
+    (folder / "absurd" / "b.bmp").write_bytes(header)
     (folder / "broken" / "a.png").write_bytes(b"not a picture")
     Image.fromarray(noise[..., 0].astype(np.uint16)).save(folder / "deep" / "a.png")
     (folder / "negative.toml").write_text("max-drop = -1\nvariant = 'auto'\ncalibrate = 'some.npz'")

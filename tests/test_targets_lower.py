@@ -10,6 +10,7 @@ import torch
 from tiny_vits import tiny_vit
 from torch import nn
 
+import attnrewrite as ar
 from attnrewrite.errors import AttnRewriteError, CheckFailedError
 from attnrewrite.targets import check, coreml_npu, mil_interpreter, tvm_compat
 from attnrewrite.targets.base import BUILT_IN, get_target
@@ -181,3 +182,27 @@ def test_the_gpus_launches_name_every_kernel_of_its_source(tmp_path: Path) -> No
     named = {name for launch in record["launches"] for name in launch["buffers"]}
     assert named <= set(record["buffers"])
     assert {*record["inputs"], *record["constants"], *(output["buffer"] for output in record["outputs"])} <= named
+
+
+class Largest(nn.Module):
+    """Values over their largest: along one axis, along two, and of all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / (1 + x.amax(3, keepdim=True) + x.amax((2, 3))[..., None, None] + x.abs().amax())
+
+
+@pytest.mark.parametrize("name", ["host", "gpu"])
+def test_the_largest_along_axes_is_known_to_tvm(name: str, tmp_path: Path) -> None:
+    inputs = (torch.rand(1, 2, 5, 7, generator=torch.Generator().manual_seed(0)),)
+    made = target_or_skip(name).lower("largest", Largest(), inputs, tmp_path, threads=1)
+    assert made.max_abs_error <= made.tolerance
+
+
+@pytest.mark.parametrize(("name", "variant"), [("host", "masked"), ("gpu", "mobile")])
+def test_forms_that_tvms_own_rules_fail_on_are_lowered(
+    name: str, variant: str, models_file: Path, tmp_path: Path
+) -> None:
+    target_or_skip(name)
+    done = ar.convert(f"{models_file}:vit", variant=variant, input_size="3x16x16")
+    made = ar.lower(done, name, tmp_path / "out")
+    assert made.max_abs_error <= made.tolerance
