@@ -4,9 +4,9 @@
 
 One thread, float32; a square grid and a class token, so that the exact prefix row is in the figures. Every size has as
 many images as make TOKENS tokens in all, so that each lies in the same caches, and what grows is the form's own work:
-figures are for one image of them. Time is the thread's own, of the quickest call. Memory is what the operators hold at most beyond their inputs,
-from torch's profiler. `softmax` is torch's fused kernel, whose time is quadratic and whose memory is not; `explicit`
-writes softmax(q k^T) v out. A form that took SLOWEST at a size is not tried at the next.
+figures are for one image of them. Time is the thread's own, of the quickest call. Memory is what the operators hold at
+most beyond their inputs, from torch's profiler. `softmax` is torch's fused kernel, whose time is quadratic and whose
+memory is not; `explicit` writes softmax(q k^T) v out. A form that took SLOWEST at a size is not tried at the next.
 """
 
 import argparse
