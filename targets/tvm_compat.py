@@ -182,8 +182,8 @@ def _largest(node: Any, importer: Any) -> Any:
     from tvm import relax
 
     given = importer.retrieve_args(node)
-    values, axes, keep = (*given, *([], False)[len(given) - 1 :])
-    return importer.block_builder.emit(relax.op.max(values, list(axes) or None, keep))
+    axes = list(given[1]) if len(given) > 1 else []
+    return importer.block_builder.emit(relax.op.max(given[0], axes or None, len(given) > 2 and given[2]))
 
 
 # Operators that torch.export leaves in the graph and TVM's importer lacks, in terms of those it has.
