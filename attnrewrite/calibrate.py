@@ -65,7 +65,8 @@ def calibrate(
     stages: tuple[Stage, ...] = (Copy(), Fit())
     if steps:
         stages += (SiteDistillation(), Distillation(steps))
-    with world() as processes, placed(processes.device, teacher, student):
+    processes = world()
+    with placed(processes.device, teacher, student):
         calibration = Calibration(
             teacher, student, Pool(fitted, *how), Pool(apart, *how), seed, progress, State(state), processes
         )

@@ -1,5 +1,6 @@
 """The processes that calibrate together: one, or those that torchrun started."""
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,20 +69,16 @@ def _place(device: str, modules: tuple[GraphModule, ...]) -> None:
             module.recompile()
 
 
-@contextmanager
-def world() -> Iterator[World]:
+def world() -> World:
     """The processes of torchrun (gloo on CPUs, nccl on GPUs), or this one alone; a GPU where there is one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
     if size == 1:
-        yield World(device=device)
-        return
-    begun = not dist.is_initialized()
-    if begun:
+        return World(device=device)
+    if device != "cpu":
+        torch.cuda.set_device(local)  # what nccl goes by
+    if not dist.is_initialized():
         dist.init_process_group("nccl" if device != "cpu" else "gloo")
-    try:
-        yield World(dist.get_rank(), dist.get_world_size(), device)
-    finally:
-        if begun:
-            dist.destroy_process_group()
+        atexit.register(dist.destroy_process_group)  # once: the same processes cannot meet a second time
+    return World(dist.get_rank(), dist.get_world_size(), device)

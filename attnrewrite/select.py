@@ -46,16 +46,15 @@ def select(
         NothingMatchedError: nothing can be replaced within --max-drop.
         CheckFailedError: no choice comes down to --max-latency.
     """
-    with world() as processes:
-        found = Workbench(auto, subject, images, seed, state, processes, progress)
-        _check_promise(found)
-        table = Table(tuple(found.scanned), losses(found.scanned), prices(found))
-        steps = _searched(found, table)
-        best = cheapest_that_holds(table, steps) if auto.max_drop is not None else closest(steps)
-        if best is None or not any(best.choice):
-            raise _nothing(found, table, steps)
-        told = report(auto, found.judge, found.costs, table, found.scanned, steps, best)
-        return Selection(standing(auto, table, best.choice), _reasons(auto, table, best.choice), told)
+    found = Workbench(auto, subject, images, seed, state, world(), progress)
+    _check_promise(found)
+    table = Table(tuple(found.scanned), losses(found.scanned), prices(found))
+    steps = _searched(found, table)
+    best = cheapest_that_holds(table, steps) if auto.max_drop is not None else closest(steps)
+    if best is None or not any(best.choice):
+        raise _nothing(found, table, steps)
+    told = report(auto, found.judge, found.costs, table, found.scanned, steps, best)
+    return Selection(standing(auto, table, best.choice), _reasons(auto, table, best.choice), told)
 
 
 def losses(scanned: Mapping[str, Sequence[Mapping[str, Any]]]) -> Columns:

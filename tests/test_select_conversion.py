@@ -1,6 +1,9 @@
 """Conversions whose variants were selected: what stands where, what is written, what an interruption leaves."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -195,6 +198,27 @@ def test_the_command_line_selects_and_writes_the_page(
     assert not (tmp_path / ".out.calibration").exists()
     assert main(["convert", f"{models_file}:vit", *size, "--max-drop", "1", "--out", str(tmp_path / "other")]) == 2
     assert "--max-drop is for --variant auto" in capsys.readouterr().err
+
+
+def test_processes_of_torchrun_choose_alike_and_the_first_one_writes(models_file: Path, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (64, 16, 16, 3), dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", x=x)
+    command = ["attnrewrite", "convert", f"{models_file}:vit", "--input-size", "3x16x16", "--variant", "auto"]
+    command += ["--mean", "0.5", "--std", "0.25", "--calibrate", str(tmp_path / "images.npz"), "--max-drop", "40"]
+    command += ["--candidates", "l1", "--candidates", "polynomial:rank=2", "--steps", "2", "--json"]
+    launchers = {"alone": [], "two": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]}
+    plans = {}
+    for name, launcher in launchers.items():
+        done = subprocess.run(
+            [sys.executable, "-m", *launcher, *command, "--out", str(tmp_path / name)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert json.loads(done.stdout)["out"] == str(tmp_path / name)  # one process prints
+        plans[name] = Plan.load(tmp_path / name).placements
+    chosen = [[(placement.site, described(placement.variant)) for placement in plan] for plan in plans.values()]
+    assert chosen[0] == chosen[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"images.npz", *plans}
 
 
 def test_an_onnx_file_gets_a_mixed_plan_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
