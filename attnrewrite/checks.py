@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter
+from torch.utils._pytree import tree_map
 
+from attnrewrite.capture import quiet_copying
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.passes.rewritten import RewrittenSite, written_value
 from attnrewrite.site import Scan
@@ -16,6 +18,8 @@ from attnrewrite.site import Scan
 IDENTITY_TOLERANCE = 1e-5  # float32 rounding of re-associated sums, relative to the largest element
 FLOAT64_TOLERANCE = 1e-3  # what float32 may lose against the same form in float64
 EXPORT_TOLERANCE = 1e-5
+HALF_STEPS = 8  # roundings of half precision that a site's projections and form may add up to
+HALF = (torch.float16, torch.bfloat16)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
@@ -67,11 +71,14 @@ def identity_errors(
 ) -> dict[str, float]:
     """For each rewritten site, how far softmax re-emitted from the extracted weights is from the original's value.
 
-    Each site is given the original's own inputs, so that one site's error does not hide or feed another's.
+    Each site is given the original's own inputs, so that one site's error does not hide or feed another's. What is
+    computed in half precision is compared in float32: its own rounding would hide a wrong bias or scale.
 
     Raises:
         CheckFailedError: a site is off by more than IDENTITY_TOLERANCE: the extraction is wrong.
     """
+    if _in_half(original):
+        original, identity, inputs = _widened(original), _widened(identity), _wide(inputs)
     sites = rewritten_sites(identity)
     wanted = {site.id: written_value(site) for site in scan.sites if site.id in sites}
     read = {value for site in sites.values() for value in site.values}
@@ -93,12 +100,34 @@ def identity_errors(
     return errors
 
 
+def _in_half(module: GraphModule) -> bool:
+    values = (node.meta.get("val") for node in module.graph.nodes)
+    return any(isinstance(value, Tensor) and value.dtype in HALF for value in values)
+
+
+def _wide(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor.float() if tensor.dtype in HALF else tensor for tensor in inputs)
+
+
+def _widened(module: GraphModule) -> GraphModule:
+    """A copy that computes in float32 what `module` computes in half precision."""
+    with quiet_copying():
+        wide = copy.deepcopy(module)
+    wide._apply(lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
+    for node in wide.graph.nodes:
+        given = node.args, node.kwargs
+        node.args, node.kwargs = tree_map(lambda leaf: torch.float32 if leaf in HALF else leaf, given)
+    wide.recompile()
+    return wide
+
+
 @torch.no_grad()
 def float64_errors(student: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, float]:
-    """For each rewritten site, how far its float32 output is from the same form's in float64, on the same inputs.
+    """For each rewritten site, how far its output is from the same form's in float64, on the same inputs.
 
     Raises:
-        CheckFailedError: a site is off by more than FLOAT64_TOLERANCE, or makes NaN or infinity.
+        CheckFailedError: a site is off by more than FLOAT64_TOLERANCE, in half precision by more than HALF_STEPS of its
+            rounding, or makes NaN or infinity.
     """
     with recorded(student) as calls:
         student(*inputs)
@@ -107,21 +136,24 @@ def float64_errors(student: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, 
         given, output = calls[site_id]
         wanted = copy.deepcopy(site).double()(*(t.double() if t.is_floating_point() else t for t in given))
         errors[site_id] = relative_error(output, wanted)
-        if not errors[site_id] <= FLOAT64_TOLERANCE:
+        allowed = max(FLOAT64_TOLERANCE, HALF_STEPS * torch.finfo(output.dtype).eps)
+        if not errors[site_id] <= allowed:
             raise CheckFailedError(
                 f"{site_id}: the rewritten attention differs from its float64 reference by {errors[site_id]:.2e} "
-                f"(allowed {FLOAT64_TOLERANCE:.0e}); keep the site with --keep {site_id}, or choose another variant"
+                f"(allowed {allowed:.0e}); keep the site with --keep {site_id}, or choose another variant"
             )
     return errors
 
 
 @torch.no_grad()
-def export_error(exported: nn.Module, module: nn.Module, inputs: tuple[Tensor, ...]) -> float:
-    """How far the exported program is from the module.
+def export_error(exported: GraphModule, module: GraphModule, inputs: tuple[Tensor, ...]) -> float:
+    """How far the exported program is from the module; in float32, where they compute in half precision.
 
     Raises:
         CheckFailedError: by more than EXPORT_TOLERANCE.
     """
+    if _in_half(module):
+        exported, module, inputs = _widened(exported), _widened(module), _wide(inputs)
     pairs = zip(outputs(exported(*inputs)), outputs(module(*inputs)), strict=True)
     error = max(relative_error(found, wanted) for found, wanted in pairs)
     if not error <= EXPORT_TOLERANCE:

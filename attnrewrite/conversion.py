@@ -24,6 +24,7 @@ from attnrewrite.data import Images
 from attnrewrite.errors import InputError
 from attnrewrite.files import staged
 from attnrewrite.passes.fx import FxRewrite
+from attnrewrite.passes.rewritten import written_value
 from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.fx import FxGraph
 from attnrewrite.patterns.weights import named_after
@@ -68,7 +69,8 @@ class Conversion:
             CheckFailedError: the exported program does not agree with the module.
         """
         program, _ = export(deployed(self.module), self.example_inputs)
-        exported = program.module()
+        exported = program.module(check_guards=False)
+        assert isinstance(exported, GraphModule)
         export_error(exported, self.module, _batched(self.example_inputs, self.report["fixed_batch"]))
         return program
 
@@ -137,6 +139,8 @@ def convert_source(
     fates = fates_of(found, variant, kept_sites(found, keep))
     possible = [site for site in found.sites if fates[site.id] is None]
     require_some(found, possible, variant, fates)
+    if images is not None:
+        _require_float32(captured, possible)
     inputs = _batched(source.example_inputs, captured.fixed_batch)
     teacher = _rewritten(captured, found, dict.fromkeys([site.id for site in possible], get_variant("softmax")))
     identity = identity_errors(captured.module, teacher, found, inputs)
@@ -232,6 +236,18 @@ def _require(program: ExportedProgram | None) -> ExportedProgram:
     if program is None:
         raise InputError("the source holds neither a module nor a program")
     return program
+
+
+def _require_float32(captured: Captured, possible: list[AttentionSite]) -> None:
+    """Raise InputError where the model cannot be calibrated: images come as float32, and fits are measured in it."""
+    made = {written_value(site) for site in possible}
+    for node in captured.module.graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" or node.name in made else None
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
+            raise InputError(
+                f"{captured.name} computes in {str(value.dtype).removeprefix('torch.')} (at {node.name}), and "
+                "calibration works in float32: convert model.float() and cast the result, or convert without images"
+            )
 
 
 def _rewritten(captured: Captured, found: Scan, standing: Mapping[str, Variant]) -> GraphModule:

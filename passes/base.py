@@ -1,6 +1,9 @@
 """What every pass shares: a plan made into modules, and what a pass reports of its edits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from attnrewrite.errors import InputError
 from attnrewrite.passes.rewritten import RewrittenSite, build_site
@@ -18,8 +21,11 @@ class Edit:
     module: str
 
 
-def place(graph: GraphView, site: AttentionSite, placement: Placement) -> RewrittenSite:
-    """The module of one placement, with the plan's weights where it has any.
+Precision = Callable[[RewrittenSite, AttentionSite], torch.dtype]  # what a graph computes a site in
+
+
+def place(graph: GraphView, site: AttentionSite, placement: Placement, precision: Precision) -> RewrittenSite:
+    """The module of one placement in the graph's precision there, with the plan's weights where it has any.
 
     Raises:
         InputError: the variant refuses the site, or the plan's weights do not fit it.
@@ -31,6 +37,7 @@ def place(graph: GraphView, site: AttentionSite, placement: Placement) -> Rewrit
             "keep that site, or choose another variant"
         )
     rewritten = build_site(graph, site, placement.variant.build(site)).eval()
+    rewritten.to(precision(rewritten, site))  # constants were read as float32 or wider
     if placement.weights:
         try:
             rewritten.load_state_dict(dict(placement.weights), strict=True)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from attnrewrite.capture import quiet_copying
 from attnrewrite.errors import InputError
 from attnrewrite.passes.activations import relu_for_gelu
-from attnrewrite.passes.base import Edit, place
+from attnrewrite.passes.base import Edit, Precision, place
 from attnrewrite.passes.rewritten import RewrittenSite, written_value
 from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.fx import FxGraph
@@ -39,7 +39,8 @@ class FxRewrite:
         found = scan(graph, self.plan.model)
         check_fits(self.plan, found)
         sites = {site.id: site for site in found.sites}
-        replacements = {p.site: place(graph, sites[p.site], p) for p in self.plan.placements}
+        precision = _precision(graph)
+        replacements = {p.site: place(graph, sites[p.site], p, precision) for p in self.plan.placements}
         result, edits = rewrite(module, found, replacements, self.plan.parameters)
         calls = {node.target: node for node in result.graph.nodes if node.op == "call_module"}
         modules = {edit.site: edit.module for edit in edits}
@@ -77,6 +78,11 @@ def rewrite(
     return result, tuple(edits)
 
 
+def _precision(graph: FxGraph) -> Precision:
+    """A site is computed in the precision that its result had."""
+    return lambda _, site: graph.node(written_value(site)).meta["val"].dtype
+
+
 def _swap(module: GraphModule, nodes: dict[str, Node], site: AttentionSite, rewritten: RewrittenSite) -> Edit:
     """Put `rewritten` where the site's value is made; later sites that read that value read the module call."""
     name = f"attention_{site.id}"
@@ -86,11 +92,22 @@ def _swap(module: GraphModule, nodes: dict[str, Node], site: AttentionSite, rewr
     value = written_value(site)
     old = nodes[value]
     with module.graph.inserting_before(old):
-        new = module.graph.call_module(name, tuple(nodes[operand] for operand in rewritten.values))
+        dtype = old.meta["val"].dtype
+        new = module.graph.call_module(name, tuple(_as_type(nodes[operand], dtype) for operand in rewritten.values))
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
     nodes[value] = new
     return Edit(site.id, value, name)
+
+
+def _as_type(operand: Node, dtype: torch.dtype) -> Node:
+    """`operand`, cast where it is of another floating-point type: models mix them, a module does not."""
+    value = operand.meta["val"]
+    if value.dtype == dtype or not value.is_floating_point():
+        return operand
+    cast = operand.graph.call_function(torch.ops.aten.to.dtype, (operand, dtype))
+    cast.meta = {**operand.meta, "val": value.to(dtype)}
+    return cast
 
 
 def _allow_any_strides(module: GraphModule) -> None:

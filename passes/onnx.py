@@ -7,7 +7,7 @@ import onnx_ir as ir
 import torch
 
 from attnrewrite.errors import InputError
-from attnrewrite.passes.base import Edit, place
+from attnrewrite.passes.base import Edit, Precision, place
 from attnrewrite.passes.onnx_activations import relu_for_gelu
 from attnrewrite.passes.onnx_fragment import Fragment, export_sites
 from attnrewrite.passes.rewritten import RewrittenSite, written_value
@@ -57,10 +57,9 @@ class OnnxRewrite(ir.passes.FunctionalPass):
         check_fits(plan, found)
         sites = {site.id: site for site in found.sites}
         chosen = [sites[placement.site] for placement in plan.placements]
-        modules = [place(graph, sites[placement.site], placement) for placement in plan.placements]
+        modules = [place(graph, sites[placement.site], placement, _precision(graph)) for placement in plan.placements]
         for module in modules:
             module.form = module.form.deploy()
-            module.to(_float_type(graph, module.values))
         result = inlined(model) if model.functions else model.clone()
         _set_parameters(result, plan)
         edits = rewrite(result, graph, list(zip(chosen, modules, strict=True))) if modules else ()
@@ -176,9 +175,14 @@ def _drop(graph: ir.Graph, last: ir.Node) -> None:
                 del graph.initializers[str(operand.name)]
 
 
-def _float_type(graph: OnnxGraph, values: Sequence[str]) -> torch.dtype:
-    """The precision that the model computes these values in: its constants are read as float32 or wider."""
-    return next((_FLOAT_TYPES[kind] for kind in map(graph.dtype, values) if kind in _FLOAT_TYPES), torch.float32)
+def _precision(graph: OnnxGraph) -> Precision:
+    """A site is computed in the precision of what it reads."""
+
+    def of(module: RewrittenSite, _: AttentionSite) -> torch.dtype:
+        kinds = map(graph.dtype, module.values)
+        return next((_FLOAT_TYPES[kind] for kind in kinds if kind in _FLOAT_TYPES), torch.float32)
+
+    return of
 
 
 def _set_parameters(model: ir.Model, plan: Plan) -> None:

@@ -15,6 +15,7 @@ from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.weights import output_weights, projection_weights
 from attnrewrite.site import AttentionSite, Core, Layout, Operand, OutputProjection, Projection, Term
 from attnrewrite.variants.base import Form
+from attnrewrite.variants.layout import as_type
 
 
 def read(tensor: Tensor, layout: Layout) -> Tensor:
@@ -122,18 +123,18 @@ class RewrittenSite(nn.Module):
         query, key, value = (t.expand(batch, self.heads, -1, -1) for t in (query, key, value))
         if self.core.temperature is not None:
             query = query * self._joined(Term(self.core.temperature), given, batch)[:, :, :1, :1]
-        return query, key, value, self._bias(given, batch)
+        return query, key, value, self._bias(given, batch, query.dtype)
 
     def _follows(self) -> tuple[bool, ...]:
         """For query, key and value, whether the tensor follows the batch size."""
         return tuple(-1 in getattr(self, role).layout.split for role in ("query", "key", "value"))
 
-    def _bias(self, given: dict[str, Tensor], batch: int) -> Tensor | None:
+    def _bias(self, given: dict[str, Tensor], batch: int, dtype: torch.dtype) -> Tensor | None:
         bias: Tensor | None = None
         for term in self.core.terms:
             joined = self._joined(term, given, batch)
             bias = joined if bias is None else bias + joined
-        return bias
+        return bias if bias is None else as_type(bias, dtype)
 
     def _joined(self, term: Term, given: dict[str, Tensor], batch: int) -> Tensor:
         """A tensor that joins the scores, as [batch, heads, queries, keys]; a boolean mask as 0 and -inf."""
