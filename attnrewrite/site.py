@@ -158,6 +158,7 @@ class AttentionSite:
     `windows` is the number of windows each image is folded into (1: not windowed). `scale` is the total factor
     on the scores; None where it is a tensor. `core` is None where the scores or the probabilities pass through more
     than scale, bias and softmax: `core_reason` says what.
+    `bias_of_keys` says that the bias is proven to be the same for all queries and heads, as a mask of padded tokens is.
     `fingerprint` names the traced projections' weights by a few numbers, the same in any frontend; None without any.
     """
 
@@ -183,6 +184,7 @@ class AttentionSite:
     output: OutputProjection | Untraced
     core_reason: str | None = None
     grid: Grid | None = None
+    bias_of_keys: bool = False
     causal: bool = False
     qk_norm: bool = False
     rope: bool = False

@@ -5,6 +5,7 @@ attention form between them sees [batch, heads, tokens, channels] whatever the m
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,6 +24,29 @@ def read(tensor: Tensor, layout: Layout) -> Tensor:
     groups = (layout.batch, layout.heads, layout.tokens, layout.channels)
     folded = tensor.reshape(layout.split).permute(layout.order)
     return folded.reshape([layout.count(axes) for axes in groups])
+
+
+Fold = Callable[[Tensor, list[int], Layout], Tensor]  # reads a tensor that broadcasts to a shape, by a layout of it
+
+
+def read_all(tensor: Tensor, full: list[int], layout: Layout) -> Tensor:
+    """A tensor that joins the scores, as [batch, heads, queries, keys]."""
+    return read(tensor.expand(full), layout)
+
+
+def read_keys(tensor: Tensor, full: list[int], layout: Layout) -> Tensor:
+    """A tensor that is the same for all heads and queries, as [batch, 1, 1, keys]: N x M of them are never made."""
+    same = (*layout.heads, *layout.tokens)
+    if len(layout.split) == len(full):  # no axis is split: what is one element long may stay so
+        full = [size if axis not in same else -1 for axis, size in enumerate(full)]
+        tensor = tensor.reshape((1,) * (len(full) - tensor.dim()) + tensor.shape)
+        folded = tensor.expand(full)
+    else:
+        folded = tensor.expand(full).reshape(layout.split)
+    for axis in same:
+        folded = folded.narrow(axis, 0, 1)
+    folded = folded.permute(layout.order)
+    return folded.reshape(layout.count(layout.batch), 1, 1, layout.count(layout.channels))
 
 
 def write(heads: Tensor, layout: Layout) -> Tensor:
@@ -98,6 +122,7 @@ class RewrittenSite(nn.Module):
         self.site_id = site.id
         self.heads = site.heads
         self.core = core
+        self.bias_of_keys = site.bias_of_keys
         self.query, self.key, self.value = parts["query"], parts["key"], parts["value"]
         self.form = form
         self.output = parts["output"]
@@ -122,7 +147,7 @@ class RewrittenSite(nn.Module):
         batch = max(query.shape[0], key.shape[0], value.shape[0]) if batch is None else batch
         query, key, value = (t.expand(batch, self.heads, -1, -1) for t in (query, key, value))
         if self.core.temperature is not None:
-            query = query * self._joined(Term(self.core.temperature), given, batch)[:, :, :1, :1]
+            query = query * self._joined(Term(self.core.temperature), given, batch, read_all)[:, :, :1, :1]
         return query, key, value, self._bias(given, batch, query.dtype)
 
     def _follows(self) -> tuple[bool, ...]:
@@ -132,12 +157,12 @@ class RewrittenSite(nn.Module):
     def _bias(self, given: dict[str, Tensor], batch: int, dtype: torch.dtype) -> Tensor | None:
         bias: Tensor | None = None
         for term in self.core.terms:
-            joined = self._joined(term, given, batch)
+            joined = self._joined(term, given, batch, read_keys if self.bias_of_keys else read_all)
             bias = joined if bias is None else bias + joined
         return bias if bias is None else as_type(bias, dtype)
 
-    def _joined(self, term: Term, given: dict[str, Tensor], batch: int) -> Tensor:
-        """A tensor that joins the scores, as [batch, heads, queries, keys]; a boolean mask as 0 and -inf."""
+    def _joined(self, term: Term, given: dict[str, Tensor], batch: int, fold: Fold) -> Tensor:
+        """A tensor that joins the scores, as `fold` reads it; a boolean mask as 0 and -inf."""
         tensor, layout = given[term.operand.value], term.operand.layout
         if tensor.dtype == torch.bool:
             tensor = torch.zeros_like(tensor, dtype=torch.float32).masked_fill(~tensor, -math.inf)
@@ -148,7 +173,7 @@ class RewrittenSite(nn.Module):
         rest = math.prod(size for size in layout.shape if size != -1)
         total = images * math.prod(size for size in layout.split if size != -1) if -1 in layout.split else rest
         full = [total // rest if size == -1 else size for size in layout.shape]
-        joined = read(tensor.expand(full), layout)
+        joined = fold(tensor, full, layout)
         return joined if term.factor == 1.0 else joined * term.factor
 
 

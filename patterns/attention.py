@@ -8,6 +8,7 @@ import numpy as np
 from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
 from attnrewrite.patterns.grid import find_grid
 from attnrewrite.patterns.heads import Fold, Side, crosses_layout, crosses_pooling, fold_lead, operand
+from attnrewrite.patterns.key_bias import is_of_keys
 from attnrewrite.patterns.projections import Tracers, trace_output, trace_projection
 from attnrewrite.patterns.relations import ancestors, common_scope, is_cross, region, uses_norm, uses_rotation
 from attnrewrite.patterns.scores import Added
@@ -73,7 +74,7 @@ def _site(graph: GraphView, tracers: Tracers, found: Spelling, number: int) -> A
     n_queries, head_dim = found.query.lines(np.empty(graph.shape(found.query.value), np.int8)).shape[1:]
     n_keys, value_dim = found.value.lines(np.empty(graph.shape(found.value.value), np.int8)).shape[1:]
     core = _core(graph, found, folded)
-    windows = _windows(graph, folded)
+    windows, bias = _windows(graph, folded), _bias(graph, found)
     traced_query = query if isinstance(query, Projection) else None
     is_token = folded.axis == "token"
     return AttentionSite(
@@ -93,7 +94,7 @@ def _site(graph: GraphView, tracers: Tracers, found: Spelling, number: int) -> A
         n_keys=n_keys,
         windows=windows,
         scale=_total_scale(strict, found),
-        bias=_bias(graph, found),
+        bias=bias,
         core=core if isinstance(core, Core) else None,
         query=query,
         key=key,
@@ -101,6 +102,7 @@ def _site(graph: GraphView, tracers: Tracers, found: Spelling, number: int) -> A
         output=output,
         core_reason=core if isinstance(core, str) else None,
         grid=find_grid(graph, strict, traced_query, n_queries, windows) if is_token and n_queries == n_keys else None,
+        bias_of_keys=bias in ("constant", "input") and isinstance(core, Core) and _of_keys(graph, core),
         causal=found.causal,
         qk_norm=uses_norm(graph, layout, found.query.value) or uses_norm(graph, layout, found.key.value),
         rope=uses_rotation(graph, layout, found.query.value) or uses_rotation(graph, layout, found.key.value),
@@ -161,6 +163,10 @@ def _bias(graph: GraphView, found: Spelling) -> Bias:
     made_from = ancestors(graph, found.query.value, frozenset({"linear", "conv", "matmul", "norm"}))
     nearest = {value for value in made_from if graph.operation(value).kind != "input"}
     return "depends-on-query" if any(nearest & set(ancestors(graph, operand)) for operand in live) else "input"
+
+
+def _of_keys(graph: GraphView, core: Core) -> bool:
+    return bool(core.terms) and all(is_of_keys(graph, term) for term in core.terms)
 
 
 def _core(graph: GraphView, found: Spelling, folded: Fold) -> Core | str:

@@ -97,6 +97,7 @@ class AdditiveForm(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class Additive(LinearVariant):
+    no_key_bias = "norms weights of all tokens, of which a mask on the keys leaves none out"
     name = "additive"
     summary = "SwiftFormer's efficient additive attention: one global query, no softmax, no key-value product"
     source = "Shaker et al. 2023, SwiftFormer, equations 4-6, with the code's normalisations"

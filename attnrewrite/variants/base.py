@@ -19,7 +19,7 @@ class Heads(NamedTuple):
     """What a form reads at one site for a batch of images.
 
     query [B, H, N, d], key [B, H, M, d], value [B, H, M, e]; windows are folded into B. `bias` broadcasts against
-    [B, H, N, M] or is None.
+    [B, H, N, M] or is None; it is [B, 1, 1, M] where the site says that it depends on the keys alone.
     """
 
     query: Tensor

@@ -4,6 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from attnrewrite.variants.key_weights import weighed
 from attnrewrite.variants.layout import as_type, safe, wide
 
 Order = Literal["auto", "qk", "kv"]
@@ -39,13 +40,16 @@ def mean_product(query: Tensor, key: Tensor, value: Tensor, order: Order) -> Ten
     return query @ (key.transpose(2, 3) @ (value * share) * share)
 
 
-def kernel_attention(query: Tensor, key: Tensor, value: Tensor, epsilon: float, order: Order) -> Tensor:
+def kernel_attention(
+    query: Tensor, key: Tensor, value: Tensor, epsilon: float, order: Order, weights: Tensor | None = None
+) -> Tensor:
     """Weights phi(q) . phi(k), normalised over the keys: phi(q) [phi(k)^T v] / phi(q) . sum_j phi(k_j).
 
     `query` and `key` are the features, non-negative; `epsilon` is the least that the mean weight of a row may be.
+    `weights` are those of the keys (key_weights).
     Half precision is left to the values that come and go: products of features have a wider range than it.
     """
-    query, key = wide(query), wide(key)
+    query, key = wide(query), weighed(wide(key), weights)
     weight = query @ key.mean(2, keepdim=True).transpose(2, 3)
     total = mean_product(query, key, wide(value), order)
     return as_type(total / weight.clamp(min=safe(epsilon, weight.dtype)), value.dtype)

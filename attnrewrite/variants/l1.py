@@ -6,24 +6,30 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Heads
+from attnrewrite.variants.base import Form, Heads, refuse_unpaired
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
-from attnrewrite.variants.layout import centred, merge_heads, safe, split_heads
+from attnrewrite.variants.key_weights import centred, key_weights, share, token_mean, weighed
+from attnrewrite.variants.layout import as_type, merge_heads, safe, split_heads, wide
 from attnrewrite.variants.linear import LinearVariant
 
 EPSILON = 1e-12
+Pair = tuple[Tensor | None, Tensor | None]
 
 
-def l1_attention(query: Tensor, key: Tensor, value: Tensor, order: Order = "auto") -> Tensor:
+def l1_attention(
+    query: Tensor, key: Tensor, value: Tensor, order: Order = "auto", weights: Pair = (None, None)
+) -> Tensor:
     """q_hat k_hat^T v with q_hat, k_hat of l1 norm one per channel over the tokens (SimA, equation 3).
 
     query [B, H, N, d], key [B, H, M, d], value [B, H, M, e] -> [B, H, N, e]. Norms are taken as means and the
-    division by N is halved between the ends, so that half precision neither overflows nor underflows.
+    division by N is halved between the ends, so that half precision neither overflows nor underflows. `weights` are
+    those of the queries and of the keys (key_weights), of which l1 norms are taken too.
     """
-    tokens, share = query.shape[2], query.shape[2] ** 0.5
-    query = query / (query.abs().mean(2, keepdim=True).clamp(min=safe(EPSILON / tokens, query.dtype)) * share)
-    key = key / key.abs().mean(2, keepdim=True).clamp(min=safe(EPSILON / key.shape[2], key.dtype))
-    return mean_product(query, key, value, order) / share
+    tokens, root = query.shape[2], query.shape[2] ** 0.5
+    query = query / (token_mean(query.abs(), weights[0]).clamp(min=safe(EPSILON / tokens, query.dtype)) * root)
+    key = key / token_mean(key.abs(), weights[1]).clamp(min=safe(EPSILON / key.shape[2], key.dtype))
+    result = mean_product(query, weighed(key, weights[1]), value, order) / root
+    return result if weights[0] is None else result / share(weights[0])
 
 
 def unit_l1(tokens: Tensor) -> Tensor:
@@ -32,18 +38,27 @@ def unit_l1(tokens: Tensor) -> Tensor:
 
 
 class L1Form(Form):
-    """SimA on the heads. `centred` takes the mean off the keys and adds mean(v), which softmax has and SimA loses."""
+    """SimA on the heads. `centred` takes the mean off the keys and adds mean(v), which softmax has and SimA loses.
 
-    def __init__(self, centred: bool, single_head: bool, order: Order) -> None:
+    Where queries and keys are `paired` (of the same tokens), what masks keys leaves out their queries' norms as well.
+    """
+
+    def __init__(self, centred: bool, single_head: bool, order: Order, paired: bool) -> None:
         super().__init__()
+        self.paired = paired
         self.centred = centred
         self.single_head = single_head
         self.order = order
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        weights, dtype = key_weights(bias), value.dtype
+        if weights is not None:  # a norm over no token at all is too small for half precision
+            query, key, value = wide(query), wide(key), wide(value)
+        pair = weights if self.paired else None, weights
         if not self.centred:
-            return self._attend(query, key, value)
-        return self._attend(query, centred(key), value) + value.mean(2, keepdim=True)
+            return as_type(self._attend(query, key, value, pair), dtype)
+        attended = self._attend(query, centred(key, weights), value, pair)
+        return as_type(attended + token_mean(value, weights), dtype)
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         """The l2 norm of each token's normalised query and key, which says how much it weighs (SimA, section 4.7)."""
@@ -53,11 +68,11 @@ class L1Form(Form):
             parts = {name: merge_heads(part).unsqueeze(1) for name, part in parts.items()}
         return {name: unit_l1(part).norm(dim=3) for name, part in parts.items()}
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, weights: Pair) -> Tensor:
         if not self.single_head:
-            return l1_attention(query, key, value, self.order)
-        query, key, wide = (merge_heads(part).unsqueeze(1) for part in (query, key, value))
-        return split_heads(l1_attention(query, key, wide, self.order).squeeze(1), value.shape[1])
+            return l1_attention(query, key, value, self.order, weights)
+        query, key, whole = (merge_heads(part).unsqueeze(1) for part in (query, key, value))
+        return split_heads(l1_attention(query, key, whole, self.order, weights).squeeze(1), value.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +87,13 @@ class L1(LinearVariant):
     single_head: bool = False
     relu: bool = False
 
+    no_key_bias = None
     name = "l1"
     summary = "SimA: query and key of l1 norm one over the tokens, no softmax"
     source = "Koohpayegani & Pirsiavash 2022, SimA, equations 3-4"
 
     def form(self, site: AttentionSite) -> Form:
-        return L1Form(self.centred, self.single_head, self._order(site))
+        return L1Form(self.centred, self.single_head, self._order(site), refuse_unpaired(site) is None)
 
     def form_multiplies(self, site: AttentionSite) -> int:
         heads, head_dim, value_dim = self._sizes(site)

@@ -35,12 +35,6 @@ def as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def centred(tokens: Tensor) -> Tensor:
-    """[B, H, N, d] without its mean over the tokens."""
-    whole = wide(tokens)
-    return as_type(whole - whole.mean(2, keepdim=True), tokens.dtype)
-
-
 def unit(x: Tensor, axis: int) -> Tensor:
     """`x` of l2 norm one along `axis`. Means, not sums, of squares: a device's half precision has no room for sums."""
     size, whole = x.shape[axis], wide(x)

@@ -26,6 +26,7 @@ class LinearVariant(Variant):
     approximate: bool = False
 
     approximation: ClassVar[str] = "leaves it out"
+    no_key_bias: ClassVar[str | None] = "has no weights for its keys"  # None where the form weighs keys (key_weights)
 
     def form(self, site: AttentionSite) -> Form:
         raise NotImplementedError
@@ -38,19 +39,29 @@ class LinearVariant(Variant):
         return None
 
     def refuse(self, site: AttentionSite) -> str | None:
-        plain = replace(site, bias="none") if self.approximate and site.bias in DROPPABLE else site
+        left_out = self.approximate and site.bias in DROPPABLE
+        plain = replace(site, bias="none") if left_out or self._weighs_keys(site) else site
         if reason := refuse_unless_plain(plain):
             return reason
+        if site.bias_of_keys and plain.bias == "input":
+            return f"masks keys, and the form {self.no_key_bias}"
         if plain.bias == "input":
             return "its scores carry a mask or bias that is an input of the model"
         if plain.bias == "constant":
             return f"adds a constant bias to its scores; approximate=true {self.approximation}"
         if self.local and image_grid(site) is None:
             return "local=true needs tokens that are known to be an image grid"
+        if self.local and self._weighs_keys(site):
+            return "masks keys, and local=true would read them all"
         return self.refuse_form(site)
 
     def note(self, site: AttentionSite) -> str | None:
-        return f"the {site.bias} bias on the scores is left out" if site.bias != "none" else None
+        left_out = site.bias != "none" and not self._weighs_keys(site)
+        return f"the {site.bias} bias on the scores is left out" if left_out else None
+
+    def _weighs_keys(self, site: AttentionSite) -> bool:
+        """Whether the bias is one that the form honours: of the keys alone."""
+        return site.bias_of_keys and self.no_key_bias is None
 
     def build(self, site: AttentionSite) -> Form:
         form = self.form(site)

@@ -64,6 +64,7 @@ class HardMask(nn.Module):
         image = query[:, :, self.prefix :] * self.scale
         scores = self.near.scores(image, key[:, :, self.prefix :])
         if bias is not None:
+            bias = bias.expand(*bias.shape[:-2], query.shape[2], key.shape[2])
             near = self.near.bias(bias[..., self.prefix :, self.prefix :])
             scores = scores + torch.where(self.inside > 0, near, 0.0)  # what is not there may be -inf
         scores = scores * self.inside.to(scores.dtype)
@@ -205,6 +206,7 @@ class Masked(LinearVariant):
     tolerance: float = 0.1
 
     approximation = "keeps it between neighbours only"
+    no_key_bias = "weighs every key beyond the neighbours as a score of nought"
     name = "masked"
     summary = "MaiT: softmax over the scores of 3x3 or 5x5 neighbours, zeros beyond"
     source = "Li et al. 2022, MaiT, equations 2-3 and section 4.3"

@@ -11,7 +11,8 @@ from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, Variant, refuse_unpaired
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
-from attnrewrite.variants.layout import as_type, merge_heads, score_scale, split_heads, take_heads, unit, wide
+from attnrewrite.variants.key_weights import key_weights, share, token_mean, weighed
+from attnrewrite.variants.layout import as_type, merge_heads, safe, score_scale, split_heads, take_heads, unit, wide
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.recut import Recut, recut_multiplies, signed_pairs
 
@@ -49,29 +50,33 @@ def features(x: Tensor, reading: Reading) -> Tensor:
     return torch.sigmoid(x) if reading == "code" else torch.sigmoid(x).clamp(min=EPSILON)
 
 
-def competition(flows: Flows, reading: Reading) -> Tensor:
+def competition(flows: Flows, reading: Reading, weights: Tensor | None = None) -> Tensor:
     """What is left of each token's value in each head, [B, H, N, 1]: heads compete in the paper, tokens in the code."""
     if reading == "paper":
         return torch.softmax(flows.competed_outgoing, dim=1)
     contest = flows.competed_outgoing.clamp(-1, 1).exp()
-    return contest / contest.mean(2, keepdim=True)
+    return contest / token_mean(contest, weights).clamp(min=EPSILON)  # each contest is at least 1 / e
 
 
-def mobile_attention(query: Tensor, key: Tensor, value: Tensor, reading: Reading, order: Order = "auto") -> Tensor:
+def mobile_attention(
+    query: Tensor, key: Tensor, value: Tensor, reading: Reading, order: Order = "auto", weights: Tensor | None = None
+) -> Tensor:
     """U of equation 7 for query, key [B, H, N, d] and value [B, H, N, e] of very small heads -> [B, H, N, e].
 
     `paper`: heads compete by a softmax over heads, and each row is divided by its sum over tokens. `code`: tokens
     compete, times N, and each row is divided by its head flow, so that the result grows with N. `conversion`: as the
-    code, with the paper's division.
+    code, with the paper's division. `weights` are those of the tokens as keys (key_weights).
     """
     query, key = features(wide(query), reading), features(wide(key), reading)
     epsilon = 0.0 if reading == "paper" else EPSILON
     flows = head_flows(query, key, epsilon)
-    total = mean_product(query, key, wide(value) * competition(flows, reading), order)
+    key = weighed(key, weights)
+    total = mean_product(query, key, wide(value) * competition(flows, reading, weights), order)
     total = total * torch.sigmoid(flows.competed_incoming)
     if reading == "code":
-        return as_type(total / flows.incoming * key.shape[2], value.dtype)
-    return as_type(total / (query @ key.mean(2, keepdim=True).transpose(2, 3)), value.dtype)
+        return as_type(total / flows.incoming * (key.shape[2] * share(weights)), value.dtype)
+    row = query @ key.mean(2, keepdim=True).transpose(2, 3)
+    return as_type(total / row.clamp(min=safe(0, row.dtype)), value.dtype)
 
 
 class MobileForm(Form):
@@ -94,13 +99,13 @@ class MobileForm(Form):
         self.keep = keep
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        heads = value.shape[1]
+        heads, weights = value.shape[1], key_weights(bias)
         query, key = self.recut(query, key)
         query, key, value = (split_heads(merge_heads(part), self.count) for part in (query, key, value))
         if self.kept is None:
-            return self._joined(mobile_attention(query, key, value, self.reading, self.order), heads)
+            return self._joined(mobile_attention(query, key, value, self.reading, self.order, weights), heads)
         query, key, few = (take_heads(part, self.kept) for part in (query, key, value))
-        few = mobile_attention(query, key, few, self.reading, self.order)
+        few = mobile_attention(query, key, few, self.reading, self.order, weights)
         places = [self.kept.index(head) if head in self.kept else len(self.kept) for head in range(self.count)]
         return self._joined(take_heads(torch.cat([few, torch.zeros_like(value[:, :1])], dim=1), places), heads)
 
@@ -111,7 +116,8 @@ class MobileForm(Form):
             query, key = take_heads(query, self.kept), take_heads(key, self.kept)
         epsilon = 0.0 if self.reading == "paper" else EPSILON
         flows = head_flows(features(query, self.reading), features(key, self.reading), epsilon)
-        return {"competition weight": competition(flows, self.reading).squeeze(3)}
+        weights = key_weights(heads.bias)
+        return {"competition weight": competition(flows, self.reading, weights).squeeze(3)}
 
     @staticmethod
     def _joined(small: Tensor, heads: int) -> Tensor:
@@ -157,6 +163,7 @@ class Mobile(LinearVariant):
     head_dim: int = 4
     keep_heads: float | tuple[int, ...] = 1.0
 
+    no_key_bias = None
     name = "mobile"
     summary = "Mobile-Attention: linear attention with heads of 4 channels that compete"
     source = "Yao et al. 2024, Mobile Attention, equations 5-7 and appendix A"

@@ -12,13 +12,15 @@ from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, Variant, received
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product
-from attnrewrite.variants.layout import as_type, centred, score_scale, wide
+from attnrewrite.variants.key_weights import centred, key_weights, weighed
+from attnrewrite.variants.layout import as_type, score_scale, wide
 from attnrewrite.variants.least_squares import LeastSquares
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.recut import score_factors
 
 RIDGE = 1e-9
 ROWS_PER_IMAGE = 128
+LEAST_LEVEL = -700.0  # of the same, where all keys are masked: float64 ends at 709
 LARGEST_LEVEL = 40.0  # of a row's mean weight, as a logarithm, up to which the fit follows it: float32 ends at 88
 
 
@@ -80,18 +82,20 @@ class PolynomialForm(Form):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         query = wide(query) @ wide(self.query_map)
-        key = centred(wide(key)) @ wide(self.key_map)
+        weights = key_weights(bias)
+        key = centred(wide(key), weights) @ wide(self.key_map)
         attend = self._by_scores if self.order == "qk" else self._by_monomials
-        return as_type(attend(query, key, wide(value)), value.dtype)
+        return as_type(attend(query, key, wide(value), weights), value.dtype)
 
-    def _by_scores(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        weights = self._polynomial(query @ key.transpose(2, 3))
-        return (weights @ value) / weights.sum(3, keepdim=True).clamp(min=key.shape[2])
+    def _by_scores(self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
+        shares = self._polynomial(query @ key.transpose(2, 3))
+        shares = shares if weights is None else shares * weights.transpose(2, 3)
+        return (shares @ value) / shares.sum(3, keepdim=True).clamp(min=key.shape[2])
 
-    def _by_monomials(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        weights = wide(self.coefficients) @ self.expand.to(query.dtype) * self.repeats.to(query.dtype)
-        query = monomials(query, self.degree) * weights.unsqueeze(1)
-        key = monomials(key, self.degree)
+    def _by_monomials(self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
+        factors = wide(self.coefficients) @ self.expand.to(query.dtype) * self.repeats.to(query.dtype)
+        query = monomials(query, self.degree) * factors.unsqueeze(1)
+        key = weighed(monomials(key, self.degree), weights)
         total = query @ key.mean(2, keepdim=True).transpose(2, 3)
         return mean_product(query, key, value, "kv") / total.clamp(min=1)
 
@@ -116,14 +120,16 @@ class PolynomialForm(Form):
         self.key_map.copy_(key_map)
         fit = LeastSquares()
         for heads in activations():
-            key = centred(heads.key)
+            weights = key_weights(heads.bias)
+            key = centred(heads.key, weights)
+            own = torch.ones_like(key[..., :1]) if weights is None else weights.expand(*key.shape[:3], 1)
             step = max(1, heads.query.shape[2] // ROWS_PER_IMAGE)
-            for query, image in zip(heads.query[:, :, ::step], key, strict=True):
-                exact = ((query * self.scale) @ image.transpose(1, 2)).double()
+            for query, image, weight in zip(heads.query[:, :, ::step], key, own.double().mT, strict=True):
+                exact = ((query * self.scale) @ image.transpose(1, 2)).double() + weight.log()
                 near = ((query @ self.query_map) @ (image @ self.key_map).transpose(1, 2)).double()
                 powers = torch.stack([near**power for power in range(self.degree + 1)], dim=3)
-                level = exact.logsumexp(2, keepdim=True) - math.log(exact.shape[2])
-                share = torch.exp(-level.clamp(max=LARGEST_LEVEL)).unsqueeze(3)
+                level = (exact.logsumexp(2, keepdim=True) - math.log(exact.shape[2])).clamp(min=LEAST_LEVEL)
+                share = (torch.exp(-level.clamp(max=LARGEST_LEVEL)) * weight).unsqueeze(3)
                 fit.add((powers * share).flatten(1, 2), (exact - level).exp().flatten(1).unsqueeze(2))
         self.coefficients.copy_(fit.solve(RIDGE)[:, :, 0])
 
@@ -146,6 +152,7 @@ class Polynomial(LinearVariant):
 
     name = "polynomial"
     summary = "a polynomial of the scores' leading coordinates, fitted to softmax without gradients"
+    no_key_bias = None
     source = "attnrewrite's own: centred keys, covariance-weighted factors, least-squares polynomial"
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnrewrite.variants.base import Heads
+from attnrewrite.variants.key_weights import key_weights, token_mean, weighed
 from attnrewrite.variants.layout import wide
 
 
@@ -61,9 +62,11 @@ def score_factors(batches: Iterator[Heads], scale: float, rank: int) -> tuple[Te
     """
     query, key, mean = (torch.zeros(1, dtype=torch.float64) for _ in range(3))
     for count, heads in enumerate(batches, start=1):
-        centre = heads.key.mean(2, keepdim=True)
+        weights = key_weights(heads.bias)
+        centre = token_mean(heads.key, weights)
+        root = None if weights is None else weights.sqrt()
         query = query.to(centre.device) + (_moment(heads.query) - query.to(centre.device)) / count
-        key = key.to(centre.device) + (_moment(heads.key - centre) - key.to(centre.device)) / count
+        key = key.to(centre.device) + (_moment(weighed(heads.key - centre, root)) - key.to(centre.device)) / count
         mean = mean.to(centre.device) + (centre.double().mean(0) - mean.to(centre.device)) / count
     (query_root, query_inverse), (key_root, key_inverse) = _roots(query), _roots(key)
     left, energy, right = torch.linalg.svd(query_root @ key_root * scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, received
 from attnrewrite.variants.kernel import Order, cheaper_order, kernel_attention, product_multiplies
+from attnrewrite.variants.key_weights import key_weights
 from attnrewrite.variants.layout import score_scale
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.recut import Recut, recut_multiplies, signed_pairs
@@ -36,7 +37,8 @@ class KernelForm(Form):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         query, key = self.recut(query, key)
-        return kernel_attention(self.feature_map(query), self.feature_map(key), value, EPSILON, self.order)
+        features = self.feature_map(query), self.feature_map(key)
+        return kernel_attention(*features, value, EPSILON, self.order, key_weights(bias))
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         return received(self, heads)
@@ -65,6 +67,7 @@ class FixedFeatures(LinearVariant):
     """A kernel form whose features are as many as the head has channels."""
 
     kernel: ClassVar[type[KernelForm]]
+    no_key_bias = None
 
     def form(self, site: AttentionSite) -> Form:
         order = cheaper_order(site.n_queries, site.n_keys, site.head_dim, site.value_dim)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads
-from attnrewrite.variants.layout import merge_heads, score_scale, split_heads
+from attnrewrite.variants.key_weights import key_weights
+from attnrewrite.variants.layout import as_type, merge_heads, score_scale, split_heads, wide
 from attnrewrite.variants.least_squares import LeastSquares
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.softmax import with_outputs
@@ -18,14 +19,25 @@ from attnrewrite.variants.softmax import with_outputs
 RIDGE = 1e-2
 
 
-def context_vectors(latents: Tensor, aggregated: Tensor) -> Tensor:
+def context_vectors(latents: Tensor, aggregated: Tensor, weights: Tensor | None = None) -> Tensor:
     """sum_n softmax_n(latent) K[n]: latents [B, N, L], aggregated [B, N, E] -> [B, 1, E].
 
-    Each latent serves E / L channels in turn. The softmax runs over the tokens (MobileViTv2, equation 2).
+    Each latent serves E / L channels in turn. The softmax runs over the tokens (MobileViTv2, equation 2),
+    of which `weights` (key_weights) may leave some out.
     """
     values = split_heads(aggregated, latents.shape[2])
-    scores = torch.softmax(latents, dim=1).transpose(1, 2).unsqueeze(2)
+    scores = context_scores(latents, weights).transpose(1, 2).unsqueeze(2)
     return merge_heads(scores @ values)
+
+
+def context_scores(latents: Tensor, weights: Tensor | None) -> Tensor:
+    """The softmax over the tokens of latents [B, N, L]; nought where no token is left in."""
+    if weights is None:
+        return torch.softmax(latents, dim=1)
+    kept = weights.squeeze(1)
+    logarithm = kept.log().clamp(min=torch.finfo(kept.dtype).min / 2)
+    scores = torch.softmax(wide(latents) + logarithm, dim=1) * (kept > 0)
+    return as_type(scores, latents.dtype)
 
 
 class SeparableForm(Form):
@@ -45,12 +57,13 @@ class SeparableForm(Form):
         nn.init.ones_(self.gate.bias)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        context = context_vectors(self.latent(merge_heads(key)), merge_heads(value))
+        context = context_vectors(self.latent(merge_heads(key)), merge_heads(value), key_weights(bias))
         return split_heads(F.relu(self.gate(merge_heads(query))) * context, value.shape[1])
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         """The context scores, one map a latent."""
-        return {"context scores": torch.softmax(self.latent(merge_heads(heads.key)), dim=1).transpose(1, 2)}
+        scores = context_scores(self.latent(merge_heads(heads.key)), key_weights(heads.bias))
+        return {"context scores": scores.transpose(1, 2)}
 
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
@@ -61,7 +74,8 @@ class SeparableForm(Form):
         fit = LeastSquares()
         for heads, target in with_outputs(activations(), self.scale):
             query = F.pad(heads.query, (0, 1), value=1.0).double()
-            context = context_vectors(self.latent(merge_heads(heads.key)), merge_heads(heads.value))
+            latents, weights = self.latent(merge_heads(heads.key)), key_weights(heads.bias)
+            context = context_vectors(latents, merge_heads(heads.value), weights)
             context = split_heads(context, heads.value.shape[1]).double().transpose(2, 3)
             gram = (query.transpose(2, 3) @ query).unsqueeze(2) * context.square().unsqueeze(4)
             residual = target.double().transpose(2, 3) - context
@@ -92,6 +106,7 @@ class Separable(LinearVariant):
 
     latents: int = 0
 
+    no_key_bias = None
     name = "separable"
     summary = "MobileViTv2's separable attention: one context vector for all tokens, gated elementwise"
     source = "Mehta & Rastegari 2022, Separable Self-attention for Mobile Vision Transformers, equation 2"

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, received, refuse_unpaired
 from attnrewrite.variants.kernel import Order, cheaper_order, kernel_attention, mean_product, product_multiplies
-from attnrewrite.variants.layout import centred, merge_heads, score_scale, split_heads, unit
+from attnrewrite.variants.key_weights import centred, key_weights, largest_one, token_mean, weighed
+from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, unit
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.recut import Recut
 
@@ -30,7 +31,8 @@ class HedgehogForm(Form):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         query, key = self.recut(query, key)
-        return kernel_attention(self._features(query), self._features(key), value, 0.0, self.order)
+        features = self._features(query), self._features(key)
+        return kernel_attention(*features, value, 0.0, self.order, key_weights(bias))
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         return received(self, heads)
@@ -48,6 +50,7 @@ class Hedgehog(LinearVariant):
     name = "hedgehog"
     summary = "linear attention with learned softmax features, which distillation shapes"
     source = "Zhang et al. 2024, The Hedgehog & the Porcupine, section 4"
+    no_key_bias = None
 
     def form(self, site: AttentionSite) -> Form:
         order = cheaper_order(site.n_queries, site.n_keys, 2 * site.head_dim, site.value_dim)
@@ -67,7 +70,9 @@ class TaylorForm(Form):
         self.order = order
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        return value.mean(2, keepdim=True) + mean_product(query * self.scale, centred(key), value, self.order)
+        weights = key_weights(bias)
+        key = weighed(centred(key, weights), weights)
+        return token_mean(value, weights) + mean_product(query * self.scale, key, value, self.order)
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         return received(self, heads)
@@ -78,6 +83,7 @@ class Taylor(LinearVariant):
     name = "taylor"
     summary = "softmax to first order around centred keys"
     source = "Dass et al. 2023, ViTALiTy, section III"
+    no_key_bias = None
 
     def form(self, site: AttentionSite) -> Form:
         order = cheaper_order(site.n_queries, site.n_keys, site.head_dim, site.value_dim)
@@ -93,6 +99,7 @@ class HydraForm(Form):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         queries, keys = (unit(merge_heads(part), 2) for part in (query, key))
+        value = weighed(value, largest_one(key_weights(bias)))
         return split_heads(queries * (keys * merge_heads(value)).sum(1, keepdim=True), value.shape[1])
 
 
@@ -108,6 +115,7 @@ class Hydra(LinearVariant):
     name = "hydra"
     summary = "linear attention with as many heads as channels"
     source = "Bolya et al. 2022, Hydra Attention, equation 8"
+    no_key_bias = None
 
     def refuse_form(self, site: AttentionSite) -> str | None:
         return refuse_unequal(site)
@@ -144,6 +152,7 @@ class CrossCovariance(LinearVariant):
     name = "xca"
     summary = "cross-covariance attention: channels attend to channels"
     source = "El-Nouby et al. 2021, XCiT, equation 3"
+    no_key_bias = "norms queries over all tokens, of which a mask on the keys says nothing"
 
     def refuse_form(self, site: AttentionSite) -> str | None:
         return refuse_unpaired(site) or refuse_unequal(site)

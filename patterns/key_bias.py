@@ -1,0 +1,62 @@
+"""Whether what joins the scores depends on the keys alone: a mask of padded tokens, the same for all queries and heads.
+
+As everywhere in matching, not the spelling is read but where the elements come from: each element gets a number, and
+two elements have the same number only where they are proven to be equal.
+"""
+
+import numpy as np
+
+from attnrewrite.patterns.graph import GraphView
+from attnrewrite.site import Layout, Term
+
+DEPTH = 32  # operations between a mask as it is given and the scores that it joins
+
+
+def is_of_keys(graph: GraphView, term: Term) -> bool:
+    """Whether `term`, read as [batch, heads, queries, keys], is the same for all heads and queries."""
+    layout = term.operand.layout
+    value = term.operand.value
+    known = graph.constant(value) if graph.is_constant(value) else _equals(graph, value, DEPTH)
+    elements = np.broadcast_to(known, _example_shape(graph, term))
+    # an axis that follows the batch is -1 in both shapes, and numpy finds its length
+    read = elements.reshape(layout.split).transpose(layout.order)
+    first = len(layout.batch)
+    own = tuple(range(first, first + len(layout.heads) + len(layout.tokens)))
+    index = tuple(slice(0, 1) if axis in own else slice(None) for axis in range(read.ndim))
+    return bool((read == read[index]).all())
+
+
+def _example_shape(graph: GraphView, term: Term) -> tuple[int, ...]:
+    """The shape of the scores at the term, with the example's batch in it."""
+    layout: Layout = term.operand.layout
+    own = graph.shape(term.operand.value)
+    own = (1,) * (len(layout.shape) - len(own)) + own
+    return tuple(mine if size == -1 else size for size, mine in zip(layout.shape, own, strict=True))
+
+
+def _equals(graph: GraphView, value: str, depth: int) -> np.ndarray:
+    """A number for each element of a value: elements of the same number are equal. Numbers start at 1."""
+    shape = graph.shape(value)
+    if graph.is_constant(value):
+        return _renumbered(graph.constant(value))
+    operation = graph.operation(value)
+    directed = operation.attributes.get("directed_by")
+    if depth and operation.inputs and operation.kind == "map":
+        parts = [np.broadcast_to(_equals(graph, operand, depth - 1), shape) for operand in operation.inputs]
+        numbers = parts[0]
+        for part in parts[1:]:
+            numbers = _renumbered(numbers * (part.max(initial=0) + 1) + part)
+        return numbers
+    if depth and operation.kind == "move" and not directed:
+        before = 0
+        arrays = []
+        for operand in operation.inputs:  # what is put in between (padding) becomes 0
+            arrays.append(_equals(graph, operand, depth - 1) + before)
+            before = int(arrays[-1].max(initial=before))
+        return graph.move(value, arrays) + 1
+    return np.arange(1, np.prod(shape, dtype=int) + 1).reshape(shape)
+
+
+def _renumbered(elements: np.ndarray) -> np.ndarray:
+    _, numbers = np.unique(elements, return_inverse=True)
+    return numbers.reshape(elements.shape).astype(np.int64) + 1
