@@ -16,12 +16,14 @@ from attnrewrite.calibrate_images import Pool, first_tensor
 from attnrewrite.calibrate_world import World
 
 DRAWS = 2  # directions for each image: a weight need not be exact, and there are many images
+EVEN = 0.1  # added to weights of mean one: the fit stays sane where the answer is not read, and sees more samples
 
 Importance = Mapping[str, Mapping[int, Tensor]]  # branch's node -> batch -> [rows], one number a token
 
 
 def importance(teacher: GraphModule, images: Pool, world: World) -> Importance:
-    """For each branch of `teacher` and each batch of this process, the weight of each row of the branch's map.
+    """For each branch of `teacher` and each batch of this process, the weight of each row of the branch's map: the
+    energy of the gradient over its mean in the batch, and EVEN.
 
     One backward pass through the teacher for each direction; nothing is trained. Memory: one batch, and a number for
     each token.
@@ -34,6 +36,8 @@ def importance(teacher: GraphModule, images: Pool, world: World) -> Importance:
             for (name, branch), gradient in zip(found.items(), gradients, strict=True):
                 rows = branch.rows(gradient)
                 weights[name][index] = weights[name].get(index, 0) + rows
+        for rows in (each[index] for each in weights.values()):
+            rows.div_(rows.mean().clamp(min=torch.finfo(rows.dtype).tiny)).add_(EVEN)
     return weights
 
 
