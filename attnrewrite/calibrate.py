@@ -22,8 +22,8 @@ from attnrewrite.data import Images
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.preprocessing import Preprocessing, Size
 
-HELD_OUT_SHARE = 8  # one image in eight, and at most HELD_OUT_MOST, measure and choose; the others are fitted
-HELD_OUT_MOST = 256
+HELD_OUT_SHARE = 8  # one image in eight, within these bounds, measures and chooses; the others are fitted
+HELD_OUT_LEAST, HELD_OUT_MOST = 2, 256
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ def run(calibration: Calibration, stages: Sequence[Stage]) -> list[StageReport]:
 
 def split(images: Images) -> tuple[Images, Images]:
     """The images to fit, and those held out; the same ones for both, where there are too few to do without."""
-    held = min(HELD_OUT_MOST, len(images) // HELD_OUT_SHARE)
-    indices = np.arange(len(images))
-    if held == 0:
+    if len(images) < HELD_OUT_SHARE:
         return images, images
+    held = min(HELD_OUT_MOST, max(HELD_OUT_LEAST, len(images) // HELD_OUT_SHARE))
+    indices = np.arange(len(images))
     return _take(images, indices[held:]), _take(images, indices[:held])
 
 

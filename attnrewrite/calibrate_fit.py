@@ -41,6 +41,11 @@ class Point:
     def stream(self) -> Node:
         return self.branch.stream if self.branch is not None else self.node
 
+    @property
+    def alone(self) -> bool:
+        """Whether no addition takes what is fitted here into a stream."""
+        return self.stream is self.node
+
     def undo(self) -> Undo:
         """What puts the point back to where it stands now."""
         form = None if self.site is None else copy.deepcopy(self.site.form)
@@ -142,8 +147,8 @@ def _left_out(points: list[Point]) -> Iterator[str]:
     """What could not be fitted, or not as it should, as sentences."""
     sites = [(index, point) for index, point in enumerate(points) if point.site is not None]
     loose = [point.name for _, point in sites if point.branch is None]
-    alone = [point.name for _, point in sites if point.branch is not None and point.stream is point.node]
-    bare = [point.name for index, point in sites if [after.site for after in points[index + 1 : index + 2]] != [None]]
+    alone = [point.name for _, point in sites if point.branch is not None and point.alone]
+    bare = [point.name for index, point in sites if all(after.alone for after in points[index + 1 : index + 2])]
     if loose:
         yield f"only the form is fitted, as the output projection is not traced: {', '.join(loose)}"
     if alone:
