@@ -46,7 +46,7 @@ def _meant(text: str) -> tuple[Variant, ...]:
 def _parsed(text: str) -> Variant:
     name, _, options = text.partition(":")
     if "," in name:
-        raise InputError(f"candidate {text!r} is several: give each on its own, as in --candidates l1 --candidates mobile")
+        raise InputError(f"candidate {text!r} is several: give each its own --candidates")
     if name not in variants():
         raise unknown_name("candidate", name, (*SETS, *variants()))
     pairs = re.split(r",(?=\w+=)", options) if options else []
