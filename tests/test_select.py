@@ -217,7 +217,7 @@ BAD = {
     "no images": (("auto",), {"max_drop": 1.0, "calibrated": False}, "give --calibrate DATA"),
     "an option": (("auto", {"centred": "false"}), {"max_drop": 1.0}, "such as --candidates l1:centred=false"),
     "no such candidate": (("auto",), {"max_drop": 1.0, "candidates": ["publshed"]}, "did you mean 'published'"),
-    "several in one": (("auto",), {"max_drop": 1.0, "candidates": ["l1,mobile"]}, "is several: give each its own --candidates"),
+    "several in one": (("auto",), {"max_drop": 1.0, "candidates": ["l1,mobile"]}, "give each its own --cand"),
     "no such option": (("auto",), {"max_drop": 1.0, "candidates": ["l1:centerd=true"]}, "did you mean 'centred'"),
     "no value": (("auto",), {"max_drop": 1.0, "candidates": ["l1:centred"]}, "'centred' is not KEY=VALUE"),
     "softmax alone": (("auto",), {"max_drop": 1.0, "candidates": ["softmax"]}, "no candidates: give a set"),
