@@ -63,15 +63,16 @@ class Conversion:
     origin: Origin | None
 
     def export(self) -> ExportedProgram:
-        """The converted model as an exported program, checked against the module.
+        """The converted model as it is deployed, as an exported program that was checked against it.
 
         Raises:
             CheckFailedError: the exported program does not agree with the module.
         """
-        program, _ = export(deployed(self.module), self.example_inputs)
+        ready = deployed(self.module)
+        program, _ = export(ready, self.example_inputs)
         exported = program.module(check_guards=False)
         assert isinstance(exported, GraphModule)
-        export_error(exported, self.module, _batched(self.example_inputs, self.report["fixed_batch"]))
+        export_error(exported, ready, _batched(self.example_inputs, self.report["fixed_batch"]))
         return program
 
     def save(self, out: str | Path, force: bool = False) -> Path:
@@ -222,11 +223,11 @@ def _calibrated(
 
 
 def deployed(module: GraphModule) -> GraphModule:
-    """A copy in which every form is the one that stands in a lowered model, and every tensor lies in order."""
+    """A copy in which every site is what stands in a lowered model, and every tensor lies in order."""
     with quiet_copying():
         result = copy.deepcopy(module).eval()
     for site in rewritten_sites(result).values():
-        site.form = site.form.deploy()
+        site.deploy()
     for tensor in (*result.parameters(), *result.buffers()):
         tensor.data = tensor.data.contiguous()  # a fitted weight may be a transpose, which torch warns of as it saves
     return result

@@ -59,7 +59,7 @@ class OnnxRewrite(ir.passes.FunctionalPass):
         chosen = [sites[placement.site] for placement in plan.placements]
         modules = [place(graph, sites[placement.site], placement, _precision(graph)) for placement in plan.placements]
         for module in modules:
-            module.form = module.form.deploy()
+            module.deploy()
         result = inlined(model) if model.functions else model.clone()
         _set_parameters(result, plan)
         edits = rewrite(result, graph, list(zip(chosen, modules, strict=True))) if modules else ()

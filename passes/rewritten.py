@@ -16,6 +16,7 @@ from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.weights import output_weights, projection_weights
 from attnrewrite.site import AttentionSite, Core, Layout, Operand, OutputProjection, Projection, Term
 from attnrewrite.variants.base import Form
+from attnrewrite.variants.ends import Affine, Ends
 from attnrewrite.variants.layout import as_type
 
 
@@ -82,6 +83,12 @@ class ProjectedRead(nn.Module):
         projected = F.linear(tokens, self.weight, self.bias)
         return projected.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
+    def absorb(self, after: Affine | None, heads: int) -> None:
+        """Do what `after` does to the heads as well, and give `heads` of them."""
+        self.heads = heads
+        if after is not None:
+            self.weight, self.bias = _composed(after, Affine(self.weight, self.bias))
+
 
 class Write(nn.Module):
     """The heads' outputs, where the product with the values wrote them."""
@@ -106,6 +113,21 @@ class ProjectedWrite(nn.Module):
     def forward(self, heads: Tensor) -> Tensor:
         tokens = heads.transpose(1, 2).flatten(2)
         return write(F.linear(tokens, self.weight, self.bias).unsqueeze(1), self.layout)
+
+    def absorb(self, before: Affine) -> None:
+        """Do what `before` does to the heads' outputs as well."""
+        self.weight, self.bias = _composed(Affine(self.weight, self.bias), before)
+
+
+@torch.no_grad()
+def _composed(outer: Affine, inner: Affine) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """The weight and bias of outer(inner(x)), multiplied in float64 so that it is rounded once."""
+    bias = outer.bias
+    if inner.bias is not None:
+        moved = outer.weight.double() @ inner.bias.double()
+        bias = moved if bias is None else moved + bias
+    weight = (outer.weight.double() @ inner.weight.double()).to(outer.weight.dtype)
+    return nn.Parameter(weight), None if bias is None else nn.Parameter(bias.to(outer.weight.dtype))
 
 
 class RewrittenSite(nn.Module):
@@ -136,6 +158,32 @@ class RewrittenSite(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         return self.output(self.form(*self.attend_inputs(*tensors)))
+
+    def deploy(self) -> None:
+        """Become what stands in a lowered model: the form as it is deployed, its outer maps in the projections."""
+        self.form = self.form.deploy()
+        ends = self.form.ends()
+        if ends is None or not self._can_hold(ends):
+            return
+        self.form, self.heads = ends.form, ends.heads
+        for role in ("query", "key", "value"):
+            reader = getattr(self, role)
+            if isinstance(reader, ProjectedRead):
+                reader.absorb(getattr(ends, role), ends.heads)
+        if ends.output is not None and isinstance(self.output, ProjectedWrite):
+            self.output.absorb(ends.output)
+
+    def _can_hold(self, ends: Ends) -> bool:
+        """Whether the projections that `ends` asks for are the site's own, and wide enough to hold a product of maps.
+
+        A tensor for a temperature stands between projection and form; other heads are every reader's business.
+        """
+        roles = ("query", "key", "value", "output")
+        asked = [role for role in roles if getattr(ends, role) is not None or ends.heads != self.heads]
+        held = [getattr(self, role) for role in asked]
+        traced = all(isinstance(part, ProjectedRead | ProjectedWrite) for part in held)
+        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.parameters())  # which rounds it once more
+        return traced and not half and self.core.temperature is None
 
     def attend_inputs(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(query, key, value, bias) as the form receives them."""

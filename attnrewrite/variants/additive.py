@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, refuse_unpaired
+from attnrewrite.variants.ends import Affine, Ends
 from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, unit
 from attnrewrite.variants.least_squares import LeastSquares
 from attnrewrite.variants.linear import LinearVariant
@@ -33,6 +34,23 @@ def global_weights(query: Tensor, weight: Tensor) -> Tensor:
     return unit(query @ weight, 1)
 
 
+def attend(query: Tensor, value: Tensor, weight: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """(G * k, q) with the teacher's value and query, each shifted, in the slots of the published query and key."""
+    return additive_attention(merge_heads(value) + shift[0], merge_heads(query) + shift[1], weight)
+
+
+class SideBySide(Form):
+    """[G * k, q], as [B, H, N, 2 e]: the published form without its maps, which an output projection holds."""
+
+    def __init__(self, weight: Tensor, shift: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+        self.shift = nn.Parameter(shift.detach().clone())
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        return split_heads(torch.cat(attend(query, value, self.weight, self.shift), dim=2), value.shape[1])
+
+
 class AdditiveForm(Form):
     """context(G * k) + final(q): the published Final(Proj(G * k) + q), with Final Proj held as one map.
 
@@ -43,6 +61,7 @@ class AdditiveForm(Form):
     def __init__(self, heads: int, channels: int, scale: float) -> None:
         super().__init__()
         width = heads * channels
+        self.heads = heads
         self.scale = scale
         self.weight = nn.Parameter(torch.ones(width, 1))
         self.shift = nn.Parameter(torch.zeros(2, width))
@@ -54,17 +73,19 @@ class AdditiveForm(Form):
             nn.init.eye_(self.final.weight)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        context, token = self._attend(query, value)
+        context, token = attend(query, value, self.weight, self.shift)
         return split_heads(self.context(context) + self.final(token), value.shape[1])
+
+    def ends(self) -> Ends | None:
+        """Both maps after the form: what is left writes [G * k, q] side by side."""
+        weight = torch.cat([self.context.weight, self.final.weight], dim=1)
+        form = SideBySide(self.weight, self.shift)
+        return Ends(form, self.heads, output=Affine(weight, self.context.bias))
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         """Each token's part in the global query, one map for all heads."""
         query = unit(merge_heads(heads.value) + self.shift[0], 2)
         return {"part in the global query": global_weights(query, self.weight).transpose(1, 2)}
-
-    def _attend(self, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        slots = merge_heads(value) + self.shift[0], merge_heads(query) + self.shift[1]
-        return additive_attention(*slots, self.weight)
 
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
@@ -81,7 +102,7 @@ class AdditiveForm(Form):
         self.weight.copy_(unit(torch.as_tensor(total), 0).unsqueeze(1))
         fit = LeastSquares()
         for heads, target in with_outputs(activations(), self.scale):
-            context, token = self._attend(heads.query, heads.value)
+            context, token = attend(heads.query, heads.value, self.weight, self.shift)
             columns = torch.cat([context, token, torch.ones_like(token[..., :1])], dim=2)
             fit.add(columns.flatten(0, 1), merge_heads(target).flatten(0, 1))
         maps = fit.solve(RIDGE).T.to(self.final.weight)

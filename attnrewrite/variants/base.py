@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
+from attnrewrite.variants.ends import Ends
 
 
 class Heads(NamedTuple):
@@ -55,6 +56,12 @@ class Form(nn.Module):
     def deploy(self) -> "Form":
         """The form that stands in a lowered model: what only training needs is folded or hardened away."""
         return self
+
+    def ends(self) -> Ends | None:
+        """This form, taken apart from the linear maps at its ends, which projections can hold; None where it has none.
+        The form itself is not changed.
+        """
+        return None
 
 
 def summed_with(form: Form, heads: Heads) -> Tensor:

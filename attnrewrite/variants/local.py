@@ -1,6 +1,8 @@
 """A local branch beside any linear form: what a global average cannot say, at nine multiplies a channel."""
 
+import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 from attnrewrite.site import Grid
 from attnrewrite.variants.base import Form, Heads, Variant
+from attnrewrite.variants.ends import Ends
 from attnrewrite.variants.least_squares import LeastSquares
 from attnrewrite.variants.softmax import with_outputs
 
@@ -73,6 +76,15 @@ class LocalBranch(Form):
 
     def resolve(self, variant: Variant) -> Variant:
         return self.form.resolve(variant)
+
+    def ends(self) -> Ends | None:
+        """The form's own, of query and key: value and result are the branch's too."""
+        inner = self.form.ends()
+        if inner is None or inner.value is not None or inner.output is not None:
+            return None
+        form = copy.deepcopy(self)
+        form.form = inner.form
+        return replace(inner, form=form)
 
     def deploy(self) -> Form:
         self.form = self.form.deploy()

@@ -227,7 +227,9 @@ class Masked(LinearVariant):
         return None
 
     def note(self, site: AttentionSite) -> str | None:
-        return f"the {site.bias} bias is kept between neighbours only" if site.bias != "none" else None
+        said = [f"the {site.bias} bias is kept between neighbours only"] if site.bias != "none" else []
+        said += ["what is saved has hard masks, or none, in place of the soft ones"] if self.soft else []
+        return "; ".join(said) or None
 
     def exact_rows(self, site: AttentionSite) -> int:
         return 0

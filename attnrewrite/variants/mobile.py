@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, Variant, refuse_unpaired
+from attnrewrite.variants.ends import Affine, Ends
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
 from attnrewrite.variants.key_weights import key_weights, share, token_mean, weighed
 from attnrewrite.variants.layout import as_type, merge_heads, safe, score_scale, split_heads, take_heads, unit, wide
 from attnrewrite.variants.linear import LinearVariant
-from attnrewrite.variants.recut import Recut, recut_multiplies, signed_pairs
+from attnrewrite.variants.recut import AsCut, Recut, recut_multiplies, signed_pairs
 
 Reading = Literal["conversion", "code", "paper"]
 EPSILON = 1e-6
@@ -79,6 +80,11 @@ def mobile_attention(
     return as_type(total / row.clamp(min=safe(0, row.dtype)), value.dtype)
 
 
+def channels_of(heads: tuple[int, ...], width: int) -> list[int]:
+    """The channels of some heads of `width` channels each."""
+    return [head * width + channel for head in heads for channel in range(width)]
+
+
 class MobileForm(Form):
     """Mobile-Attention on the heads, re-cut into `count` small ones, of which `kept` (None: all) take part.
 
@@ -87,9 +93,10 @@ class MobileForm(Form):
 
     def __init__(
         self, count: int, recut: Recut, scale: float, reading: Reading, order: Order,
-        kept: tuple[int, ...] | None, keep: int,
+        kept: tuple[int, ...] | None, keep: int, value_width: int,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.value_width = value_width
         self.count = count
         self.recut = recut
         self.scale = scale
@@ -118,6 +125,24 @@ class MobileForm(Form):
         flows = head_flows(features(query, self.reading), features(key, self.reading), epsilon)
         weights = key_weights(heads.bias)
         return {"competition weight": competition(flows, self.reading, weights).squeeze(3)}
+
+    def ends(self) -> Ends | None:
+        """The re-cut of query and key; heads that take no part are not projected at all."""
+        if isinstance(self.recut, AsCut):
+            return None
+        query, key = self.recut.taken_out()
+        heads, channels, _ = self.recut.query.shape
+        if self.kept is None:
+            return Ends(self._as_cut(self.count, self.value_width), heads, query, key)
+        rows, own = (channels_of(self.kept, width // self.count) for width in (heads * channels, self.value_width))
+        query, key = (part.only(rows) for part in (query, key))
+        chosen = torch.eye(self.value_width).to(query.weight)[own]
+        form = self._as_cut(len(self.kept), len(own))
+        return Ends(form, len(self.kept), query, key, value=Affine(chosen), output=Affine(chosen.T))
+
+    def _as_cut(self, count: int, value_width: int) -> "MobileForm":
+        """The form with all of `count` heads in it, that projections have cut already."""
+        return MobileForm(count, AsCut(), self.scale, self.reading, self.order, None, count, value_width)
 
     @staticmethod
     def _joined(small: Tensor, heads: int) -> Tensor:
@@ -191,7 +216,8 @@ class Mobile(LinearVariant):
         count, _ = self._sizes(site)
         kept = self.keep_heads if isinstance(self.keep_heads, tuple) else None
         recut, order = Recut(site.heads, site.head_dim), cheaper_order(*self._shape(site))
-        return MobileForm(count, recut, score_scale(site), self.reading, order, kept, self._keep(site))
+        width = site.heads * site.value_dim
+        return MobileForm(count, recut, score_scale(site), self.reading, order, kept, self._keep(site), width)
 
     def form_multiplies(self, site: AttentionSite) -> int:
         channels = self._keep(site) * self.head_dim

@@ -1,5 +1,6 @@
 """Softmax attention by a polynomial: centred keys, a few reduced coordinates per head, and their monomials."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, Variant, received
+from attnrewrite.variants.ends import Ends, per_head
 from attnrewrite.variants.kernel import Order, cheaper_order, mean_product
 from attnrewrite.variants.key_weights import centred, key_weights, weighed
 from attnrewrite.variants.layout import as_type, score_scale, wide
@@ -65,6 +67,8 @@ class PolynomialForm(Form):
     there. Many tokens go through the monomials, few through the scores themselves; both give the same numbers.
     """
 
+    query_map: nn.Parameter | None  # None where the projections hold them
+    key_map: nn.Parameter | None
     repeats: Tensor
     expand: Tensor
 
@@ -81,9 +85,10 @@ class PolynomialForm(Form):
         self.register_buffer("expand", torch.eye(degree + 1)[degrees].T.contiguous(), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        query = wide(query) @ wide(self.query_map)
         weights = key_weights(bias)
-        key = centred(wide(key), weights) @ wide(self.key_map)
+        query, key = wide(query), centred(wide(key), weights)
+        if self.query_map is not None and self.key_map is not None:
+            query, key = query @ wide(self.query_map), key @ wide(self.key_map)
         attend = self._by_scores if self.order == "qk" else self._by_monomials
         return as_type(attend(query, key, wide(value), weights), value.dtype)
 
@@ -110,11 +115,21 @@ class PolynomialForm(Form):
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         return received(self, heads)
 
+    def ends(self) -> Ends | None:
+        """Centring commutes with the maps, so that the projections can make the few coordinates themselves."""
+        if self.query_map is None or self.key_map is None:
+            return None
+        form = copy.deepcopy(self)
+        form.query_map = form.key_map = None
+        return Ends(form, self.query_map.shape[0], per_head(self.query_map), per_head(self.key_map))
+
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         """The best rank-r bilinear form for the scores met in calibration, then p by least squares on the softmax
         weights of a sample of rows: five numbers a head.
         """
+        assert self.query_map is not None
+        assert self.key_map is not None
         query_map, key_map, _ = score_factors(activations(), self.scale, self.rank)
         self.query_map.copy_(query_map)
         self.key_map.copy_(key_map)

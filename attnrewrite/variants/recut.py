@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnrewrite.variants.base import Heads
+from attnrewrite.variants.ends import Affine, per_head
 from attnrewrite.variants.key_weights import key_weights, token_mean, weighed
 from attnrewrite.variants.layout import wide
 
@@ -30,6 +31,10 @@ class Recut(nn.Module):
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return wide(query) @ wide(self.query), wide(key) @ wide(self.key) + wide(self.shift)
 
+    def taken_out(self) -> tuple[Affine, Affine]:
+        """What this does to query and key, for their projections to do."""
+        return per_head(self.query), per_head(self.key, self.shift)
+
     @torch.no_grad()
     def fit(self, batches: Iterator[Heads], scale: float, arrange: Callable[[Tensor], Tensor]) -> None:
         """Give the form the leading coordinates of the scores, keys around their mean, arranged by `arrange`.
@@ -40,6 +45,16 @@ class Recut(nn.Module):
         self.query.copy_(arrange(query))
         self.key.copy_(arrange(key))
         self.shift.copy_(-(mean.to(self.key) @ self.key))
+
+
+class AsCut(Recut):
+    """Query and key that projections have cut: what stands in the place of a Recut that was taken out."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return wide(query), wide(key)
 
 
 def signed_pairs(maps: Tensor, size: int, gain: float = 1.0) -> Tensor:

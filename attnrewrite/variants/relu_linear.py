@@ -1,5 +1,6 @@
 """Kernel attention with a fixed feature map: ReLU (EfficientViT) and elu + 1."""
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, received
+from attnrewrite.variants.ends import Ends
 from attnrewrite.variants.kernel import Order, cheaper_order, kernel_attention, product_multiplies
 from attnrewrite.variants.key_weights import key_weights
 from attnrewrite.variants.layout import score_scale
 from attnrewrite.variants.linear import LinearVariant
-from attnrewrite.variants.recut import Recut, recut_multiplies, signed_pairs
+from attnrewrite.variants.recut import AsCut, Recut, recut_multiplies, signed_pairs
 
 EPSILON = 1e-6  # a row whose features are all zero stays zero
 
@@ -42,6 +44,13 @@ class KernelForm(Form):
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         return received(self, heads)
+
+    def ends(self) -> Ends | None:
+        if isinstance(self.recut, AsCut):
+            return None
+        form = copy.deepcopy(self)
+        form.recut = AsCut()
+        return Ends(form, self.recut.query.shape[0], *self.recut.taken_out())
 
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         self.recut.fit(activations(), self.scale, lambda maps: signed_pairs(maps, maps.shape[2], self.gain))

@@ -1,5 +1,6 @@
 """Small forms that users compare against: Hedgehog, ViTALiTy's Taylor, Hydra and cross-covariance."""
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -8,11 +9,12 @@ from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, received, refuse_unpaired
+from attnrewrite.variants.ends import Ends
 from attnrewrite.variants.kernel import Order, cheaper_order, kernel_attention, mean_product, product_multiplies
 from attnrewrite.variants.key_weights import centred, key_weights, largest_one, token_mean, weighed
 from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, unit
 from attnrewrite.variants.linear import LinearVariant
-from attnrewrite.variants.recut import Recut
+from attnrewrite.variants.recut import AsCut, Recut
 
 HEDGEHOG_GAIN = 2.0  # of 1, 2, 4: what explains most of softmax's output on a trained ViT
 
@@ -36,6 +38,13 @@ class HedgehogForm(Form):
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         return received(self, heads)
+
+    def ends(self) -> Ends | None:
+        if isinstance(self.recut, AsCut):
+            return None
+        form = copy.deepcopy(self)
+        form.recut = AsCut()
+        return Ends(form, self.recut.query.shape[0], *self.recut.taken_out())
 
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         self.recut.fit(activations(), self.scale, lambda maps: maps * HEDGEHOG_GAIN)
