@@ -1,5 +1,6 @@
 """What every pass shares: a plan made into modules, and what a pass reports of its edits."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from attnrewrite.passes.rewritten import RewrittenSite, build_site
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.plan import Placement
 from attnrewrite.site import AttentionSite
+
+log = logging.getLogger("attnrewrite")
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,12 @@ class Edit:
 
 
 Precision = Callable[[RewrittenSite, AttentionSite], torch.dtype]  # what a graph computes a site in
+
+
+def tell_of_gelus(site: str, replaced: int) -> None:
+    """Say where relu=true changed nothing: who asked for it would take the model for SimA's."""
+    if not replaced:
+        log.warning("%s: relu=true finds no GELU behind the attention: no activation is changed there", site)
 
 
 def place(graph: GraphView, site: AttentionSite, placement: Placement, precision: Precision) -> RewrittenSite:

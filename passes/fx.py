@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from attnrewrite.capture import quiet_copying
 from attnrewrite.errors import InputError
 from attnrewrite.passes.activations import relu_for_gelu
-from attnrewrite.passes.base import Edit, Precision, place
+from attnrewrite.passes.base import Edit, Precision, place, tell_of_gelus
 from attnrewrite.passes.rewritten import RewrittenSite, written_value
 from attnrewrite.patterns.attention import scan
 from attnrewrite.patterns.fx import FxGraph
@@ -46,7 +46,8 @@ class FxRewrite:
         modules = {edit.site: edit.module for edit in edits}
         for placement in self.plan.placements:
             if getattr(placement.variant, "relu", False):
-                relu_for_gelu(result, calls[modules[placement.site]])
+                replaced = relu_for_gelu(result, calls[modules[placement.site]])
+                tell_of_gelus(placement.site, replaced)
         result.recompile()
         return result, edits
 

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import torch
 
 from attnrewrite.errors import InputError
-from attnrewrite.passes.base import Edit, Precision, place
+from attnrewrite.passes.base import Edit, Precision, place, tell_of_gelus
 from attnrewrite.passes.onnx_activations import relu_for_gelu
 from attnrewrite.passes.onnx_fragment import Fragment, export_sites
 from attnrewrite.passes.rewritten import RewrittenSite, written_value
@@ -98,7 +98,9 @@ def _put_relu(model: ir.Model, plan: Plan, edits: Sequence[Edit], opsets: Mappin
     """SimA's ReLU for GELU behind the sites whose variant asks for it."""
     for placement, edit in zip(plan.placements, edits, strict=True):
         if getattr(placement.variant, "relu", False):
-            for node in relu_for_gelu(model.graph, _values(model.graph)[edit.replaced], opsets):
+            dead = relu_for_gelu(model.graph, _values(model.graph)[edit.replaced], opsets)
+            tell_of_gelus(placement.site, len(dead))
+            for node in dead:
                 _drop(model.graph, node)
 
 

@@ -99,3 +99,17 @@ def test_relu_takes_the_place_of_gelu_behind_the_rewritten_site_alone(kind: str,
     assert [sum(each in name for name in names) for each in ("relu", "gelu")] == [1, 1]
     with torch.no_grad():
         np.testing.assert_allclose(run(result, x.numpy())[0], rewritten(x), rtol=1e-4, atol=1e-5)
+
+
+def test_relu_where_there_is_no_gelu_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, activation="relu").eval()
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
+        program = torch.onnx.export(layer, (torch.randn(2, 12, 16),), dynamo=True, verbose=False)
+    assert program is not None
+    file = ir.serde.deserialize_model(program.model_proto)
+    site = scan_onnx(OnnxGraph(file), "model").sites[0]
+    caplog.clear()
+    OnnxRewrite(Plan("model", (Placement.at(site, get_variant("l1", {"relu": True})),))).apply(file)
+    told = [message for message in caplog.messages if "GELU" in message]
+    assert told == ["site0: relu=true finds no GELU behind the attention: no activation is changed there"]

@@ -140,6 +140,13 @@ def test_relu_takes_the_place_of_gelu_behind_the_rewritten_site_alone(norm_first
     assert activations == ["aten.relu.default", "aten.gelu.default"]
 
 
+def test_relu_where_there_is_no_gelu_is_told(captured: Captured, found: Scan, caplog: pytest.LogCaptureFixture) -> None:
+    sima = get_variant("l1", {"relu": True})
+    FxRewrite(Plan("encoder", (Placement.at(found.sites[1], sima),)))(captured.module)
+    (told,) = caplog.messages
+    assert told == "site1: relu=true finds no GELU behind the attention: no activation is changed there"
+
+
 class _Refusing:
     name = "refusing"
 
