@@ -144,7 +144,7 @@ def _prepared(
     alone = copy.deepcopy(module).eval()
     if variant is not None:
         alone.form = variant.build(site).eval()
-    alone.form = alone.form.deploy()
+    alone.deploy()
     try:
         return timing.prepare(alone, given)
     except AttnRewriteError:

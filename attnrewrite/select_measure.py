@@ -168,7 +168,7 @@ class Workbench:
         def measure() -> float:
             converted = FxRewrite(plan)(subject.original)
             for site in rewritten_sites(converted).values():
-                site.form = site.form.deploy()
+                site.deploy()
             return timing.ratio(subject.original, converted, subject.one)
 
         return self._kept(f"time of {self._told(standing)}", lambda: self._owners(measure))

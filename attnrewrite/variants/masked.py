@@ -17,6 +17,7 @@ from attnrewrite.variants.placement import count_by_error, heads_by_error, heads
 from attnrewrite.variants.softmax import FIRST, softmax_attention
 
 Placement = Literal["all", "paper-search", "error"]
+SMALLEST = 3  # the side of a square of neighbours
 
 
 class HardMask(nn.Module):
@@ -212,14 +213,19 @@ class Masked(LinearVariant):
     source = "Li et al. 2022, MaiT, equations 2-3 and section 4.3"
 
     def __post_init__(self) -> None:
-        if self.size < 3 or self.size % 2 == 0:
-            raise InputError(f"masked: size={self.size} must be odd and at least 3")
+        if self.size < SMALLEST or self.size % 2 == 0:
+            raise InputError(f"masked: size={self.size} must be odd and at least {SMALLEST}")
+        if isinstance(self.heads, int) and self.heads < 1:
+            raise InputError(f"masked: heads={self.heads} masks nothing: give a count of at least 1, a list, or all")
         if not 0 <= self.tolerance <= 1:
             raise InputError(f"masked: tolerance={self.tolerance} must lie between 0 and 1")
 
     def refuse_form(self, site: AttentionSite) -> str | None:
-        if image_grid(site) is None:
+        grid = image_grid(site)
+        if grid is None:
             return "needs tokens that are known to be an image grid"
+        if self.size > max(SMALLEST, 2 * max(grid.rows, grid.columns) - 1):
+            return f"size={self.size} reaches beyond its grid of {grid.rows}x{grid.columns}"
         if isinstance(self.heads, int) and not 0 < self.heads <= site.heads:
             return f"heads={self.heads} does not fit its {site.heads} heads"
         if isinstance(self.heads, tuple) and not set(self.heads) <= set(range(site.heads)):
