@@ -1,4 +1,4 @@
-"""What the tutorials (registers.py, swin.py, detection.py) share: pictures, weights that matter, and how they tell.
+"""What the tutorials (registers.py, swin.py, detr.py) share: pictures, weights that matter, and how they tell.
 
     python examples/tutorial.py --out out/pictures     # the pictures as files, for the command line
 

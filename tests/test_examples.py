@@ -142,7 +142,7 @@ TOLD = {
         "layers.0.blocks.1.attn is l1 (the constant bias on the scores is left out); extracted to ",
         "layers.1.blocks.0.attn is masked (the constant bias is kept between neighbours only); extracted to ",
     ),
-    "detection": (
+    "detr": (
         "4 attentions found, 0 that only look like one",
         "encoder.layers.1.self_attn: self, 4 heads, 196 x 196 tokens, 0 before a grid of 14x14",
         "decoder.layers.0.encoder_attn: cross, 4 heads, 10 x 196 tokens",
@@ -171,7 +171,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_tutorial_tells_what_its_command_line_does(
     name: str, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if name == "detection":
+    if name == "detr":
         pytest.importorskip("transformers", reason="transformers is not installed")
     monkeypatch.chdir(checkout)
     _example(name).main()

@@ -1,7 +1,7 @@
 """A DETR: an encoder over the picture's tokens, and a decoder whose ten queries look for objects in them.
 
-    python examples/detection.py
-    attnrewrite explain examples/detection.py:detr --input-size 3x112x112
+    python examples/detr.py
+    attnrewrite explain examples/detr.py:detr --input-size 3x112x112
 
 Three kinds of attention, of which the encoder's is the one that grows with the picture. Not every form can stand at
 each: `masked` needs an image, and `mobile` pairs each query with the key of the same token.
@@ -13,7 +13,7 @@ from tutorial import HOW, SIDE, attentive, command_line, pictures, show_conversi
 
 import attnrewrite as ar
 
-SOURCE = "examples/detection.py:detr"
+SOURCE = "examples/detr.py:detr"
 # For each attempt: the variant, the sites to keep (a pattern of names), and what there is to see.
 ATTEMPTS = (
     ("masked", (), "masked stands where the tokens are an image: in the encoder"),
