@@ -35,8 +35,9 @@ class Captured:
 
 
 def _decompositions() -> dict:
-    """einsum is spelled as the matrix product it is; everything else stays as written."""
-    return {torch.ops.aten.einsum.default: einsum_as_product}
+    """einsum and baddbmm are spelled as the matrix products they are; everything else stays as written."""
+    added = torch.ops.aten.baddbmm.default
+    return {torch.ops.aten.einsum.default: einsum_as_product, **torch._decomp.get_decompositions([added])}
 
 
 def _doubled(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

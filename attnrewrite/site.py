@@ -55,10 +55,14 @@ class Term:
     """A tensor that is added to the scores, times `factor`: a relative position bias, an attention mask.
 
     `operand.value` broadcasts against a tensor of `operand.layout.shape`, which reads as [batch, heads, queries, keys].
+    A boolean one adds `filling` where it is `dropped`, and nothing elsewhere: False drops a key from torch's fused
+    attention, either may in a `where`.
     """
 
     operand: Operand
     factor: float = 1.0
+    dropped: bool = False
+    filling: float = -math.inf
 
 
 @dataclass(frozen=True)

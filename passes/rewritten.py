@@ -210,10 +210,11 @@ class RewrittenSite(nn.Module):
         return bias if bias is None else as_type(bias, dtype)
 
     def _joined(self, term: Term, given: dict[str, Tensor], batch: int, fold: Fold) -> Tensor:
-        """A tensor that joins the scores, as `fold` reads it; a boolean mask as 0 and -inf."""
+        """A tensor that joins the scores, as `fold` reads it; a boolean mask as 0 and its filling."""
         tensor, layout = given[term.operand.value], term.operand.layout
         if tensor.dtype == torch.bool:
-            tensor = torch.zeros_like(tensor, dtype=torch.float32).masked_fill(~tensor, -math.inf)
+            dropped = tensor if term.dropped else ~tensor
+            tensor = torch.zeros_like(tensor, dtype=torch.float32).masked_fill(dropped, term.filling)
         shared = tensor.dim() == 0 or all(size == 1 for size in tensor.shape)
         if shared:
             return tensor.reshape(1, 1, 1, 1) * term.factor

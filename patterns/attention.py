@@ -115,16 +115,16 @@ def _site(graph: GraphView, tracers: Tracers, found: Spelling, number: int) -> A
 
 def _without_neutral(graph: GraphView, found: Spelling) -> Spelling:
     """`found` without what changes no score: constant masks that let everything through, constant zeros added."""
-    terms = tuple(term for term in found.scores.terms if not _is_neutral(graph, term.operand))
+    terms = tuple(term for term in found.scores.terms if not _is_neutral(graph, term.operand, term.dropped))
     mask = None if found.mask and _is_neutral(graph, found.mask) else found.mask
     return replace(found, scores=replace(found.scores, terms=terms), mask=mask)
 
 
-def _is_neutral(graph: GraphView, value: str) -> bool:
+def _is_neutral(graph: GraphView, value: str, dropped: bool = False) -> bool:
     if not graph.is_constant(value):
         return False
     elements = graph.constant(value)
-    return bool(elements.all()) if elements.dtype == bool else not elements.any()
+    return not (elements == dropped if elements.dtype == bool else elements).any()
 
 
 def _anchor(operation: Operation) -> Anchor:
@@ -204,7 +204,7 @@ def _joined(graph: GraphView, found: Spelling, folded: Fold, added: Added) -> Te
     if (position < 0).any():
         return None
     layout = fold(position, index.shape, graph.batch_axes(added.value))
-    return Term(Operand(added.operand, layout), added.factor) if layout else None
+    return Term(Operand(added.operand, layout), added.factor, added.dropped, added.filling) if layout else None
 
 
 def _fused_mask(graph: GraphView, found: Spelling, folded: Fold) -> Term | None:

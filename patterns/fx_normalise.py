@@ -187,8 +187,8 @@ def _reduced_axes(name: str, node: Node, rank: int) -> tuple[int, ...]:
 
 
 def _scalar_attributes(node: Node) -> dict[str, object]:
-    """The Python number of a binary map, and whether it stands on the left (0) or the right (1)."""
-    for position, argument in enumerate(node.args[:2]):
+    """The Python number among the operands of a map, and its place: on the left (0), the right (1), or last (2)."""
+    for position, argument in enumerate(node.args[:3]):
         if isinstance(argument, int | float) and not isinstance(argument, bool):
             return {"scalar": argument, "position": position}
     return {}

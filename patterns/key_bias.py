@@ -4,6 +4,8 @@ As everywhere in matching, not the spelling is read but where the elements come 
 two elements have the same number only where they are proven to be equal.
 """
 
+import math
+
 import numpy as np
 
 from attnrewrite.patterns.graph import GraphView
@@ -27,11 +29,13 @@ def is_of_keys(graph: GraphView, term: Term) -> bool:
 
 
 def _example_shape(graph: GraphView, term: Term) -> tuple[int, ...]:
-    """The shape of the scores at the term, with the example's batch in it."""
+    """The shape of the scores at the term, with the example's batch in it, or one image where the term has none."""
     layout: Layout = term.operand.layout
     own = graph.shape(term.operand.value)
     own = (1,) * (len(layout.shape) - len(own)) + own
-    return tuple(mine if size == -1 else size for size, mine in zip(layout.shape, own, strict=True))
+    settled, split = (math.prod(size for size in sizes if size != -1) for sizes in (layout.shape, layout.split))
+    open_sizes = (mine if mine > 1 else split // settled for mine in own)
+    return tuple(mine if size == -1 else size for size, mine in zip(layout.shape, open_sizes, strict=True))
 
 
 def _equals(graph: GraphView, value: str, depth: int) -> np.ndarray:

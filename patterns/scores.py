@@ -1,21 +1,28 @@
 """The two halves of a softmax: back to the product that makes the scores, forward to the product with the values."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 
 from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
+from attnrewrite.patterns.score_masks import masking
 from attnrewrite.patterns.trace import constant_factor, push
 
 
 @dataclass(frozen=True)
 class Added:
-    """A tensor `operand` that joins the scores at `value`, times `factor` by the time the softmax sees it."""
+    """A tensor `operand` that joins the scores at `value`, times `factor` by the time the softmax sees it.
+
+    A boolean one adds `filling` where it is `dropped`, and nothing elsewhere.
+    """
 
     value: str
     operand: str
     factor: float
+    dropped: bool = False
+    filling: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -146,11 +153,15 @@ def _through_map(graph: GraphView, operation: Operation, walk: _Walk) -> ScorePa
             if isinstance(inner, ScorePath)
             else inner
         )
-    found = _best(graph, operation.inputs, walk)
+    mask = masking(graph, operation)
+    found = _best(graph, (mask.scores,) if mask else operation.inputs, walk)
     if isinstance(found, NoProduct):
         return found
     operand, inner = found
     inner = replace(inner, path=(*inner.path, operation.value))
+    if mask is not None:
+        term = Added(operation.value, mask.condition, 1.0, mask.dropped, mask.filling)
+        return replace(inner, terms=(*inner.terms, term))
     others = [other for other in operation.inputs if other != operand]
     if operation.name in ("add", "sub") and len(others) == 1 and "scalar" not in operation.attributes:
         if operation.name == "sub" and _is_maximum_of(graph, others[0], operand):

@@ -157,6 +157,19 @@ def cosine(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged((scores * m.temperature.clamp(max=4.0).exp()).softmax(-1) @ v))
 
 
+NEAR = torch.ones(TOKENS, TOKENS).tril(3).triu(-3) > 0
+
+
+def written_over(fill: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Attention whose scores `fill` replaces where the keys are far."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        q, k, v = unpacked(m, x)
+        return m.proj(merged(fill(q @ k.mT * SCALE).softmax(-1) @ v))
+
+    return run
+
+
 def multi_query(m: Any, x: Tensor) -> Tensor:
     k, v = (p(x).unsqueeze(1) for p in (m.k, m.v))
     return m.proj(merged(attend(heads(m.q(x)), k, v)))
@@ -207,6 +220,10 @@ def learned_queries(m: Any, x: Tensor) -> Tensor:
 
 def module_attention(m: Any, x: Tensor) -> Tensor:
     return m.attention(x, x, x, need_weights=False)[0]
+
+
+def module_with_weights(m: Any, x: Tensor) -> Tensor:
+    return m.attention(x, x, x, attn_mask=~NEAR, need_weights=True)[0]
 
 
 def module_cross(m: Any, x: Tensor) -> Tensor:
@@ -315,6 +332,15 @@ SPELLINGS = [
         inputs=lambda: torch.randn(BATCH, 24, WIDTH),
     ),
     Spelling("rotary", with_parameters(packed(), cos=(TOKENS, DIM), sin=(TOKENS, DIM)), rotary, {"rope": True}),
+    Spelling("mask filled", packed, written_over(lambda s: s.masked_fill(~NEAR, -math.inf)), {"bias": "constant"}),
+    Spelling("mask chosen", packed, written_over(lambda s: torch.where(NEAR, s, -1e9)), {"bias": "constant"}),
+    Spelling(
+        "mask chosen, then scaled",
+        packed,
+        written_over(lambda s: torch.where(~NEAR, torch.tensor(-1e9), s * 4) / 2),
+        {"bias": "constant", "scale": 2 * SCALE},
+    ),
+    Spelling("mask that keeps all", packed, written_over(lambda s: s.masked_fill(NEAR.new_zeros(1), -1e9))),
     Spelling("cosine", with_parameters(packed(), temperature=(HEADS, 1, 1)), cosine, {"scale": None, "qk_norm": True}),
     Spelling(
         "multi query",
@@ -360,6 +386,12 @@ SPELLINGS = [
         {"n_queries": 3, "kind": "cross"},
     ),
     Spelling("module, batch first", lambda: attention_parts(batch_first=True), module_attention),
+    Spelling(
+        "module that returns its weights, with a mask",
+        lambda: attention_parts(batch_first=True),
+        module_with_weights,
+        {"bias": "constant"},
+    ),
     Spelling(
         "module, tokens first", attention_parts, lambda m, x: module_attention(m, x.transpose(0, 1)).transpose(0, 1)
     ),

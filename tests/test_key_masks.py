@@ -140,6 +140,14 @@ def flat(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return ((torch.bmm(query, key.mT) + bias).softmax(-1) @ value).unflatten(0, (-1, 2))
 
 
+def filled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return (query @ key.mT / 3).masked_fill(~mask[:, None, None, :], -INF).softmax(-1) @ value
+
+
+def chosen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask[:, None, None, :] == 0, -1e9, query @ key.mT / 3).softmax(-1) @ value
+
+
 def on_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     bias = (~mask).to(query.dtype)
     return (query @ key.mT / 3 - bias[:, None, None, :] - bias[:, None, :, None]).softmax(-1) @ value
@@ -153,7 +161,7 @@ def one_head_alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> T
 MASK = torch.arange(12) < torch.tensor([[12], [7]])
 
 
-@pytest.mark.parametrize("spelling", [fused, expanded, added, flat])
+@pytest.mark.parametrize("spelling", [fused, expanded, added, flat, filled, chosen])
 @torch.no_grad()
 def test_a_mask_of_keys_is_proven_and_honoured_in_a_model(spelling: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)

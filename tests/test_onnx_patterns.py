@@ -105,6 +105,20 @@ def test_what_is_no_site_is_a_near_miss_with_its_reason(name: str) -> None:
     assert miss.detail
 
 
+@pytest.mark.parametrize(("chosen", "dropped"), [("mask, s2, low", False), ("mask, low, s2", True)])
+def test_a_mask_written_over_the_scores_joins_them(chosen: str, dropped: bool) -> None:
+    opset, body = SPELLINGS["plain"]
+    body = body.replace("Softmax<axis=-1>(s2)", "Softmax<axis=-1>(s3)").replace(
+        "p = Softmax", f"low = Constant<value_float=-1e9>()\n  s3 = Where({chosen})\n  p = Softmax"
+    )
+    _, found = find(ir.serde.deserialize_model(proto(body, opset, "float[B,10,16] x, bool[B,1,1,10] mask")))
+    (site,) = found.sites
+    assert site.core is not None, site.core_reason
+    assert (site.bias, site.bias_of_keys) == ("input", True)
+    (term,) = site.core.terms
+    assert (term.operand.value, term.dropped, term.filling) == ("mask", dropped, -1e9)
+
+
 def test_a_fixed_batch_has_no_open_axes() -> None:
     opset, body = SPELLINGS["plain"]
     graph, found = find(ir.serde.deserialize_model(proto(body, opset, "float[1,10,16] x")))
