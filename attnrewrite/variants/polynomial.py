@@ -13,7 +13,7 @@ from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, Variant, received
 from attnrewrite.variants.ends import Ends, per_head
-from attnrewrite.variants.kernel import Order, cheaper_order, mean_product
+from attnrewrite.variants.kernel import Order, mean_product
 from attnrewrite.variants.key_weights import centred, key_weights, weighed
 from attnrewrite.variants.layout import as_type, score_scale, wide
 from attnrewrite.variants.least_squares import LeastSquares
@@ -80,6 +80,8 @@ class PolynomialForm(Form):
         self.key_map = nn.Parameter(first.repeat(heads, 1, 1))
         taylor = torch.tensor([1 / math.factorial(power) for power in range(degree + 1)])
         self.coefficients = nn.Parameter(taylor.repeat(heads, 1))
+        if order == "qk":  # there may be more monomials than memory
+            return
         repeats, degrees = multinomials(rank, degree)
         self.register_buffer("repeats", repeats, persistent=False)
         self.register_buffer("expand", torch.eye(degree + 1)[degrees].T.contiguous(), persistent=False)
@@ -184,13 +186,15 @@ class Polynomial(LinearVariant):
         return PolynomialForm(site.heads, site.head_dim, rank, self.degree, score_scale(site), order)
 
     def form_multiplies(self, site: AttentionSite) -> int:
+        maps = (site.n_queries + site.n_keys) * site.head_dim * self._rank(site)
+        return site.heads * (maps + self._multiplies(site)[self._order(site)])
+
+    def _multiplies(self, site: AttentionSite) -> dict[Order, int]:
+        """Of a head, by way: scores are products of `rank` coordinates and then Horner's rule, not all monomials."""
         rank = self._rank(site)
-        tokens = site.n_queries + site.n_keys
-        maps = tokens * site.head_dim * rank
-        if self._order(site) == "qk":
-            return site.heads * (maps + site.n_queries * site.n_keys * (rank + self.degree + site.value_dim))
-        features = feature_count(rank, self.degree)
-        return site.heads * (maps + tokens * features + tokens * features * site.value_dim)
+        tokens, features = site.n_queries + site.n_keys, feature_count(rank, self.degree)
+        scores = site.n_queries * site.n_keys * (rank + self.degree + site.value_dim)
+        return {"kv": tokens * features * (1 + site.value_dim), "qk": scores}
 
     def _rank(self, site: AttentionSite) -> int:
         ranks = range(1, min(self.rank, site.head_dim) + 1)
@@ -198,7 +202,7 @@ class Polynomial(LinearVariant):
         return max(rank for rank in ranks if feature_count(rank, self.degree) <= limit)
 
     def _order(self, site: AttentionSite) -> Order:
-        features = feature_count(self._rank(site), self.degree)
         if site.n_queries < 1 or site.n_keys < 1:
             return "kv"
-        return cheaper_order(site.n_queries, site.n_keys, features, site.value_dim)
+        multiplies = self._multiplies(site)
+        return min(multiplies, key=multiplies.__getitem__)
