@@ -111,6 +111,18 @@ def test_centred_l1_of_constant_keys_is_the_mean_of_the_values() -> None:
     torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("single_head", [True, False])
+def test_centred_l1_does_not_enlarge_what_rounding_leaves_of_equal_keys(single_head: bool) -> None:
+    """A window of blank background: in float32 equal keys differ from their mean by its rounding."""
+    site = make_site(n_queries=49)
+    query, key, value, _ = make_heads(site)
+    key = (key[:, :, :1] + 1000 / 3).expand_as(key)
+    form = get_variant("l1", {"exact_prefix": False, "single_head": single_head}).build(site)
+    out = form(query.float(), key.float(), value.float()).double()
+    assert (key.float() - key.float().mean(2, keepdim=True)).abs().max() > 1e-6
+    torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out), rtol=0, atol=0.05)
+
+
 REFUSED = [
     ({"axis": "channel"}, "channels"),
     ({"talking_heads": True}, "mixes"),

@@ -13,21 +13,29 @@ from attnrewrite.variants.layout import as_type, merge_heads, safe, split_heads,
 from attnrewrite.variants.linear import LinearVariant
 
 EPSILON = 1e-12
+LEAST_SPREAD = 1e-4  # of keys about their mean, of their own size: less is what rounding leaves of equal keys
 Pair = tuple[Tensor | None, Tensor | None]
 
 
 def l1_attention(
-    query: Tensor, key: Tensor, value: Tensor, order: Order = "auto", weights: Pair = (None, None)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    order: Order = "auto",
+    weights: Pair = (None, None),
+    least: Tensor | None = None,
 ) -> Tensor:
     """q_hat k_hat^T v with q_hat, k_hat of l1 norm one per channel over the tokens (SimA, equation 3).
 
     query [B, H, N, d], key [B, H, M, d], value [B, H, M, e] -> [B, H, N, e]. Norms are taken as means and the
     division by N is halved between the ends, so that half precision neither overflows nor underflows. `weights` are
-    those of the queries and of the keys (key_weights), of which l1 norms are taken too.
+    those of the queries and of the keys (key_weights), of which l1 norms are taken too. The keys' mean size
+    counts as `least` [B, H, 1, d] where it is less.
     """
     tokens, root = query.shape[2], query.shape[2] ** 0.5
     query = query / (token_mean(query.abs(), weights[0]).clamp(min=safe(EPSILON / tokens, query.dtype)) * root)
-    key = key / token_mean(key.abs(), weights[1]).clamp(min=safe(EPSILON / key.shape[2], key.dtype))
+    size = token_mean(key.abs(), weights[1]).clamp(min=safe(EPSILON / key.shape[2], key.dtype))
+    key = key / (size if least is None else torch.maximum(size, least))
     result = mean_product(query, weighed(key, weights[1]), value, order) / root
     return result if weights[0] is None else result / share(weights[0])
 
@@ -57,7 +65,8 @@ class L1Form(Form):
         pair = weights if self.paired else None, weights
         if not self.centred:
             return as_type(self._attend(query, key, value, pair), dtype)
-        attended = self._attend(query, centred(key, weights), value, pair)
+        least = token_mean(key.abs(), weights) * LEAST_SPREAD
+        attended = self._attend(query, centred(key, weights), value, pair, least)
         return as_type(attended + token_mean(value, weights), dtype)
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
@@ -68,11 +77,14 @@ class L1Form(Form):
             parts = {name: merge_heads(part).unsqueeze(1) for name, part in parts.items()}
         return {name: unit_l1(part).norm(dim=3) for name, part in parts.items()}
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, weights: Pair) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, weights: Pair, least: Tensor | None = None
+    ) -> Tensor:
         if not self.single_head:
-            return l1_attention(query, key, value, self.order, weights)
+            return l1_attention(query, key, value, self.order, weights, least)
         query, key, whole = (merge_heads(part).unsqueeze(1) for part in (query, key, value))
-        return split_heads(l1_attention(query, key, whole, self.order, weights).squeeze(1), value.shape[1])
+        least = None if least is None else merge_heads(least).unsqueeze(1)
+        return split_heads(l1_attention(query, key, whole, self.order, weights, least).squeeze(1), value.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)
