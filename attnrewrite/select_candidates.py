@@ -10,7 +10,13 @@ from attnrewrite.variants.registry import get_variant, option_values, variants
 
 # The five papers' forms; MaiT masks some heads of a layer and leaves the others as they were.
 PUBLISHED = ("l1", "mobile", "masked", "additive", "separable", "masked:heads=1", "masked:heads=2", "masked:heads=4")
-SETTINGS = ("polynomial:rank=6", "polynomial:max_features=15", "l1:local=true", "relu-linear:local=true")
+SETTINGS = (
+    "polynomial:rank=6",
+    "polynomial:rank=8",
+    "polynomial:max_features=15",
+    "l1:local=true",
+    "relu-linear:local=true",
+)
 SETS = ("published", "all")
 
 
