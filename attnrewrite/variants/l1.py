@@ -77,9 +77,7 @@ class L1Form(Form):
             parts = {name: merge_heads(part).unsqueeze(1) for name, part in parts.items()}
         return {name: unit_l1(part).norm(dim=3) for name, part in parts.items()}
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, weights: Pair, least: Tensor | None = None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, weights: Pair, least: Tensor | None = None) -> Tensor:
         if not self.single_head:
             return l1_attention(query, key, value, self.order, weights, least)
         query, key, whole = (merge_heads(part).unsqueeze(1) for part in (query, key, value))

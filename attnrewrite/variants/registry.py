@@ -6,15 +6,15 @@ from typing import Any
 from attnrewrite.errors import InputError, unknown_name
 from attnrewrite.variants.additive import Additive
 from attnrewrite.variants.base import Variant
+from attnrewrite.variants.features import Elu, Hedgehog, ReluLinear
 from attnrewrite.variants.l1 import L1
 from attnrewrite.variants.masked import Masked
 from attnrewrite.variants.mobile import Mobile
 from attnrewrite.variants.options import option_values, with_options
 from attnrewrite.variants.plugins import registered
 from attnrewrite.variants.polynomial import Polynomial
-from attnrewrite.variants.relu_linear import Elu, ReluLinear
 from attnrewrite.variants.separable import Separable
-from attnrewrite.variants.small import CrossCovariance, Hedgehog, Hydra, Taylor
+from attnrewrite.variants.small import CrossCovariance, Hydra, Taylor
 from attnrewrite.variants.softmax import Softmax
 
 __all__ = ["BUILT_IN", "get_variant", "option_values", "unusable", "variants"]

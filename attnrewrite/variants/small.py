@@ -1,7 +1,5 @@
-"""Small forms that users compare against: Hedgehog, ViTALiTy's Taylor, Hydra and cross-covariance."""
+"""Small forms that users compare against: ViTALiTy's Taylor, Hydra and cross-covariance."""
 
-import copy
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,65 +7,10 @@ from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, received, refuse_unpaired
-from attnrewrite.variants.ends import Ends
-from attnrewrite.variants.kernel import Order, cheaper_order, kernel_attention, mean_product, product_multiplies
+from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
 from attnrewrite.variants.key_weights import centred, key_weights, largest_one, token_mean, weighed
 from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, unit
 from attnrewrite.variants.linear import LinearVariant
-from attnrewrite.variants.recut import AsCut, Recut
-
-HEDGEHOG_GAIN = 2.0  # of 1, 2, 4: what explains most of softmax's output on a trained ViT
-
-
-class HedgehogForm(Form):
-    """Kernel attention with the learned features softmax([W x, -W x]) of query and key, per head.
-
-    W starts as the identity times the root of the scale; calibration puts the coordinates of the scores there.
-    """
-
-    def __init__(self, heads: int, head_dim: int, scale: float, order: Order) -> None:
-        super().__init__()
-        self.scale = scale
-        self.order = order
-        self.recut = Recut(heads, head_dim, start=scale**0.5)
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        query, key = self.recut(query, key)
-        features = self._features(query), self._features(key)
-        return kernel_attention(*features, value, 0.0, self.order, key_weights(bias))
-
-    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
-        return received(self, heads)
-
-    def ends(self) -> Ends | None:
-        if isinstance(self.recut, AsCut):
-            return None
-        form = copy.deepcopy(self)
-        form.recut = AsCut()
-        return Ends(form, self.recut.query.shape[0], *self.recut.taken_out())
-
-    def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
-        self.recut.fit(activations(), self.scale, lambda maps: maps * HEDGEHOG_GAIN)
-
-    @staticmethod
-    def _features(x: Tensor) -> Tensor:
-        return torch.softmax(torch.cat([x, -x], dim=3), dim=3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hedgehog(LinearVariant):
-    name = "hedgehog"
-    summary = "linear attention with learned softmax features, which distillation shapes"
-    source = "Zhang et al. 2024, The Hedgehog & the Porcupine, section 4"
-    no_key_bias = None
-
-    def form(self, site: AttentionSite) -> Form:
-        order = cheaper_order(site.n_queries, site.n_keys, 2 * site.head_dim, site.value_dim)
-        return HedgehogForm(site.heads, site.head_dim, score_scale(site), order)
-
-    def form_multiplies(self, site: AttentionSite) -> int:
-        product = product_multiplies(site.n_queries, site.n_keys, 2 * site.head_dim, site.value_dim, "auto")
-        return site.heads * (product + (site.n_queries + site.n_keys) * site.head_dim * (site.head_dim + 2))
 
 
 class TaylorForm(Form):

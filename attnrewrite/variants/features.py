@@ -1,10 +1,11 @@
-"""Kernel attention with a fixed feature map: ReLU (EfficientViT) and elu + 1."""
+"""Kernel attention, by its feature map: ReLU (EfficientViT), elu + 1, and Hedgehog's softmax of both signs."""
 
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,24 +24,34 @@ EPSILON = 1e-6  # a row whose features are all zero stays zero
 class KernelForm(Form):
     """phi(q) [phi(k)^T v] / (phi(q) . sum_j phi(k_j)) on the re-cut query and key.
 
-    Calibration re-cuts them into the leading coordinates of the scores with both signs, `gain` times.
+    Calibration re-cuts them into the leading coordinates of the scores, `gain` times, as `arranged`.
     """
 
     gain = 1.0
+    epsilon = EPSILON
 
     def __init__(self, heads: int, head_dim: int, scale: float, order: Order) -> None:
         super().__init__()
         self.scale = scale
         self.order = order
-        self.recut = Recut(heads, head_dim)
+        self.recut = Recut(heads, head_dim, self.start(scale))
 
     def feature_map(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    @staticmethod
+    def start(scale: float) -> float:
+        """What uncalibrated query and key are multiplied with: nothing, where a scale cancels."""
+        return 1.0
+
+    def arranged(self, maps: Tensor) -> Tensor:
+        """Maps [H, d, d] to the leading coordinates, as the features want them: with both signs."""
+        return signed_pairs(maps, maps.shape[2], self.gain)
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         query, key = self.recut(query, key)
         features = self.feature_map(query), self.feature_map(key)
-        return kernel_attention(*features, value, EPSILON, self.order, key_weights(bias))
+        return kernel_attention(*features, value, self.epsilon, self.order, key_weights(bias))
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         return received(self, heads)
@@ -53,7 +64,7 @@ class KernelForm(Form):
         return Ends(form, self.recut.query.shape[0], *self.recut.taken_out())
 
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
-        self.recut.fit(activations(), self.scale, lambda maps: signed_pairs(maps, maps.shape[2], self.gain))
+        self.recut.fit(activations(), self.scale, self.arranged)
 
 
 class ReluForm(KernelForm):
@@ -72,24 +83,45 @@ class EluForm(KernelForm):
         return F.elu(x) + 1
 
 
-class FixedFeatures(LinearVariant):
-    """A kernel form whose features are as many as the head has channels."""
+class HedgehogForm(KernelForm):
+    """phi(x) = softmax([W x, -W x]), learned, per head; W starts as the identity times the root of the scale."""
+
+    gain = 2.0  # of 1, 2, 4: what explains most of softmax's output on a trained ViT
+    epsilon = 0.0  # no row is without weight
+
+    def feature_map(self, x: Tensor) -> Tensor:
+        return torch.softmax(torch.cat([x, -x], dim=3), dim=3)
+
+    @staticmethod
+    def start(scale: float) -> float:
+        return scale**0.5
+
+    def arranged(self, maps: Tensor) -> Tensor:
+        return maps * self.gain
+
+
+class KernelVariant(LinearVariant):
+    """A kernel form with `features_per_channel` features for each channel of a head."""
 
     kernel: ClassVar[type[KernelForm]]
+    features_per_channel: ClassVar[int] = 1
     no_key_bias = None
 
     def form(self, site: AttentionSite) -> Form:
-        order = cheaper_order(site.n_queries, site.n_keys, site.head_dim, site.value_dim)
+        order = cheaper_order(site.n_queries, site.n_keys, self._features(site), site.value_dim)
         return self.kernel(site.heads, site.head_dim, score_scale(site), order)
 
+    def _features(self, site: AttentionSite) -> int:
+        return self.features_per_channel * site.head_dim
+
     def form_multiplies(self, site: AttentionSite) -> int:
-        product = product_multiplies(site.n_queries, site.n_keys, site.head_dim, site.value_dim, "auto")
-        normaliser = (site.n_queries + site.n_keys) * site.head_dim
+        product = product_multiplies(site.n_queries, site.n_keys, self._features(site), site.value_dim, "auto")
+        normaliser = (site.n_queries + site.n_keys) * self._features(site)
         return site.heads * (product + normaliser + recut_multiplies(site.n_queries, site.n_keys, site.head_dim))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReluLinear(FixedFeatures):
+class ReluLinear(KernelVariant):
     name = "relu-linear"
     summary = "ReLU linear attention, with a depthwise 3x3 branch where local=true"
     source = "Cai et al. 2023, EfficientViT, equation 2"
@@ -97,8 +129,17 @@ class ReluLinear(FixedFeatures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elu(FixedFeatures):
+class Elu(KernelVariant):
     name = "elu"
     summary = "linear attention with the feature map elu(x) + 1"
     source = "Katharopoulos et al. 2020, Transformers are RNNs, equations 4-7"
     kernel = EluForm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hedgehog(KernelVariant):
+    name = "hedgehog"
+    summary = "linear attention with learned softmax features, which distillation shapes"
+    source = "Zhang et al. 2024, The Hedgehog & the Porcupine, section 4"
+    kernel = HedgehogForm
+    features_per_channel = 2
