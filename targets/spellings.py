@@ -1,7 +1,8 @@
 """Operators written out in others, because some compiler reads them wrongly or not at all.
 
 TVM's importer drops attention's explicit scale in silence, refuses masks of bool, other ranks than 2 and 4 and grouped
-queries, makes a gather of a select, and can fill neither a mask nor an integer tensor; coremltools takes every gelu for
+queries, makes a gather of a select, and can fill neither a mask nor an integer tensor; its schedules for GPUs add to a
+product over a single element what is added to it once more; coremltools takes every gelu for
 the exact one, makes twenty gathers of a roll, and has no alias and no where on numbers. Shapes are fixed by then, so
 that a tensor like another is a constant.
 """
@@ -94,6 +95,10 @@ def _where(condition: Tensor, one: Tensor | float, other: Tensor | float) -> Ten
     return torch.where(condition, one, other)
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    return left * right if min(left.dim(), right.dim()) > 1 and left.shape[-1] == 1 else NotImplemented
+
+
 def _select(x: Tensor, dim: int, index: int) -> Tensor:
     return x.narrow(dim, index % x.shape[dim], 1).squeeze(dim)
 
@@ -103,9 +108,11 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     aten.scaled_dot_product_attention.default: _attention,
     aten.roll.default: _roll,
     aten.alias.default: _alias,
+    aten.bmm.default: _product,
     aten.conv2d.padding: _convolution,
     aten.full_like.default: _full_like,
     aten.gelu.default: _gelu,
+    aten.matmul.default: _product,
     aten.masked_fill.Scalar: lambda x, mask, value: _where(mask, value, x),
     aten.new_full.default: _new_full,
     aten.new_ones.default: lambda x, size, **options: _new_full(x, size, 1, options.get("dtype")),

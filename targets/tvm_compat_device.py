@@ -2,8 +2,8 @@
 
 It hides: tvm.s_tir.dlight and its rules; tvm.ir.instrument.pass_instrument and the names of the passes CallTIRRewrite
 and tirx.SplitHostDevice, after which main is a straight line of allocations and calls, and each called function one of
-kernel launches; the classes of Relax expressions; and the operators relax.builtin.alloc_tensor, relax.reshape and
-tirx.call_ffi_kernel.
+kernel launches; the classes of Relax expressions, and PyExprMutator, which walks them; and the operators
+relax.builtin.alloc_tensor, relax.reshape and tirx.call_ffi_kernel.
 """
 
 import math
@@ -19,6 +19,7 @@ from attnrewrite.targets.tools import Unavailable
 
 MAIN_PASS = "CallTIRRewrite"
 KERNELS_PASS = "tirx.SplitHostDevice"
+LONGEST_NAME = 100  # of a function; its kernels' names are a little longer
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,34 @@ def _scheduled(relax_module: Any, device: Mapping[str, Any]) -> Any:
         dlight.ApplyDefaultSchedule(*map(Cautious, rules)),
     )
     with tvm.target.Target(dict(device)):
-        return tvm.transform.Sequential(passes)(relax_module)
+        return _briefly_named(tvm.transform.Sequential(passes)(relax_module))
+
+
+def _briefly_named(module: Any) -> Any:
+    """The module with no function's name longer than LONGEST_NAME: drivers keep kernels by name, and cut long ones off.
+
+    TVM names a fused function after everything in it, so that two which begin alike would become one.
+    """
+    import tvm
+    from tvm.relax.expr_functor import PyExprMutator, mutator
+
+    @mutator
+    class Renamed(PyExprMutator):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(module)
+            long = [name for name in module.get_global_vars() if len(name.name_hint) > LONGEST_NAME]
+            self.brief = {name.name_hint: self.named(module[name], f"fused_{i}") for i, name in enumerate(long)}
+
+        def named(self, function: Any, name: str) -> Any:
+            return self.builder_.add_func(function.with_attr("global_symbol", name), name)
+
+        def visit_global_var_(self, var: Any) -> Any:
+            return self.brief.get(var.name_hint, var)
+
+    renamed = Renamed()
+    main = module.get_global_var("main")
+    renamed.builder_.update_func(main, renamed.visit_expr(module[main]))
+    return tvm.relax.transform.DeadCodeElimination(["main"])(renamed.builder_.get())
 
 
 def device_program(compiled: Compiled) -> DeviceProgram:

@@ -206,3 +206,14 @@ def test_forms_that_tvms_own_rules_fail_on_are_lowered(
     done = ar.convert(f"{models_file}:vit", variant=variant, input_size="3x16x16")
     made = ar.lower(done, name, tmp_path / "out")
     assert made.max_abs_error <= made.tolerance
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_masked_grid_tokens_reach_the_gpu_under_names_that_it_can_keep(size: int, tmp_path: Path) -> None:
+    """Two blocks, as the class token's row of the first alone would not show them."""
+    model, inputs = tiny_vit("softmax", depth=2)
+    done = ar.convert(model, inputs, variant="masked", options={"size": size})
+    made = target_or_skip("gpu").lower("masked", done.module, inputs, tmp_path, threads=1)
+    assert made.max_abs_error <= made.tolerance
+    launches = json.loads((tmp_path / "launches.json").read_text())["launches"]
+    assert max(len(launch["kernel"]) for launch in launches) < 120

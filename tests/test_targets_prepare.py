@@ -61,6 +61,7 @@ CASES: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
     "where numbers": (lambda x: torch.where(x > 0, 1.0, 0.5), (heads(2, 30),)),
     "convolution valid": (lambda x: F.conv2d(x, KERNEL, stride=2, padding="valid"), (heads(1, 3, 9, 8),)),
     "convolution same": (lambda x: F.conv2d(x, KERNEL[..., :3], padding="same", dilation=(2, 1)), (heads(1, 3, 9, 8),)),
+    "product over one": (lambda x, y: torch.bmm((x @ y)[0, :, :, :1], y[0]), (heads(2, 3, 5, 1), heads(2, 3, 1, 5))),
     "in place": (lambda x: (x + 1).mul_(2).relu_(), (heads(2, 3),)),
 }
 
