@@ -77,7 +77,7 @@ class ReluForm(KernelForm):
 class EluForm(KernelForm):
     """phi(x) = elu(x) + 1, which is positive everywhere."""
 
-    gain = 2.0  # of 1, 2: what explains more of softmax's output on a trained ViT
+    gain = 8.0  # of 2, 4, 8: the least divergence after the fit on a trained ViT; larger ones make a ReLU of it
 
     def feature_map(self, x: Tensor) -> Tensor:
         return F.elu(x) + 1
@@ -86,7 +86,7 @@ class EluForm(KernelForm):
 class HedgehogForm(KernelForm):
     """phi(x) = softmax([W x, -W x]), learned, per head; W starts as the identity times the root of the scale."""
 
-    gain = 2.0  # of 1, 2, 4: what explains most of softmax's output on a trained ViT
+    gain = 2.0  # of 2, 4: the lesser divergence after the fit on a trained ViT
     epsilon = 0.0  # no row is without weight
 
     def feature_map(self, x: Tensor) -> Tensor:
