@@ -12,7 +12,7 @@ from attnrewrite.variants.registry import get_variant, option_values, variants
 PUBLISHED = ("l1", "mobile", "masked", "additive", "separable", "masked:heads=1", "masked:heads=2", "masked:heads=4")
 SETTINGS = (
     "polynomial:rank=6",
-    "polynomial:rank=8",
+    "polynomial:rank=8,degree=6",
     "polynomial:max_features=15",
     "l1:local=true",
     "relu-linear:local=true",

@@ -42,7 +42,10 @@ from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
 
 ROWS = "masked;l1;l1:local=true;mobile;mobile:local=true;separable;separable:local=true;additive;additive:local=true"
-CLOSED_FORM = "polynomial:rank=6;polynomial;polynomial:max_features=15;relu-linear:local=true;masked:heads=1"
+CLOSED_FORM = (
+    "masked:heads=1;polynomial:rank=8,degree=6;polynomial:rank=8;polynomial:rank=6;polynomial;"
+    "polynomial:max_features=15,local=true;polynomial:max_features=15;relu-linear:local=true"
+)
 STAGES = ("copy", "fit", "site", "distil")
 SCRATCH_RATE = 1e-3
 
