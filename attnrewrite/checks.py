@@ -24,7 +24,8 @@ HALF = (torch.float16, torch.bfloat16)
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     """Largest absolute difference over the largest element of `wanted` (at least 1e-6); infinite where NaN appears."""
-    difference = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-6)
+    found, wanted = found.detach().double(), wanted.detach().double()
+    difference = (found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)
     return float(difference) if bool(torch.isfinite(difference)) else float("inf")
 
 
