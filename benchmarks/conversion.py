@@ -4,10 +4,11 @@
         --calibrate train.npz --test test.npz [--rows "l1;masked"] [--closed-form "polynomial;masked:heads=1"] \\
         [--seeds 0,1,2] [--steps 200] [--floor] [--auto "published;all" --max-drop 0.5]
 
-Every form stands on every site; calibration sees no labels. `--rows` go through all stages, `--closed-form` stop after
-the fit, which takes no gradient steps. `--floor` adds the same model from weights drawn anew, distilled for as many
-steps. A seed draws the calibration images; the spread is the standard deviation over seeds. Rows of --auto
-are selections within --max-drop, fitted in closed form: how many sites were replaced, what was promised, what was lost.
+Every form stands on every site; calibration sees no labels. Multiply-adds are those of attention, of softmax's.
+`--rows` go through all stages, `--closed-form` stop after the fit, which takes no gradient steps. `--floor` adds the
+same model from weights drawn anew, distilled for as many steps. A seed draws the calibration images; the spread is the
+standard deviation over seeds. Rows of --auto are selections within --max-drop, fitted in closed form: how many sites
+were replaced, what was promised, what was lost.
 Prints a markdown table, a row as soon as it is known, and the machine it was made on.
 """
 
@@ -64,6 +65,11 @@ class Bench:
         found = scan(FxGraph(self.captured.module), self.source.name)
         placements = (Placement.at(site, variant) for site in found.sites if variant.refuse(site) is None)
         return FxRewrite(Plan(self.source.name, tuple(placements)))(self.captured.module)
+
+    def multiplies(self, variant: Variant) -> float:
+        """The multiply-adds of attention, of softmax's, over the sites that `variant` does not refuse."""
+        sites = [s for s in scan(FxGraph(self.captured.module), self.source.name).sites if variant.refuse(s) is None]
+        return sum(map(variant.multiplies, sites)) / sum(map(get_variant("softmax").multiplies, sites))
 
     def given(self, variant: Variant, seed: int) -> Calibration:
         images = self.calibration.sample(self.samples, seed)
@@ -153,14 +159,17 @@ def stage_rows(bench: Bench, rows: str, stages: Sequence[Stage], seeds: list[int
         lost = [told([figures[0] for figures in stage]) for stage in found]
         agreement = statistics.mean(figures[1] for figures in found[-1])
         seconds = " + ".join(f"{statistics.mean(figures[2] for figures in stage):.0f}" for stage in found[1:])
-        print(f"| {row} | {' | '.join([*lost, *blank])} | {agreement:.1f} | {seconds} |", flush=True)
+        cells = [row, f"{bench.multiplies(variant):.2f}", *lost, *blank, f"{agreement:.1f}", seconds]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def floor_row(bench: Bench, seeds: list[int]) -> None:
     floor = [bench.floor(seed) for seed in seeds]
     agreement, seconds = (statistics.mean(figures[part] for figures in floor) for part in (1, 2))
     blank = " | ".join([""] * (len(STAGES) - 1))
-    print(f"| from scratch | {blank} | {told([f[0] for f in floor])} | {agreement:.1f} | {seconds:.0f} |", flush=True)
+    print(
+        f"| from scratch | 1 | {blank} | {told([f[0] for f in floor])} | {agreement:.1f} | {seconds:.0f} |", flush=True
+    )
 
 
 def parsed(row: str) -> Variant:
@@ -194,7 +203,8 @@ def main() -> None:
     test = test.sample(chosen.test_images or len(test), 0)
     bench = Bench(source, captured, load_images(chosen.calibrate), test, chosen.samples, chosen.steps)
     seeds = [int(seed) for seed in chosen.seeds.split(",")]
-    print(f"| variant | {' | '.join(STAGES)} | agreement | seconds |\n|{'-|' * (len(STAGES) + 3)}", flush=True)
+    print(f"| variant | multiply-adds | {' | '.join(STAGES)} | agreement | seconds |", flush=True)
+    print(f"|{'-|' * (len(STAGES) + 4)}", flush=True)
     closed: tuple[Stage, ...] = (Copy(), Fit())
     stage_rows(bench, chosen.closed_form, closed, seeds)
     stage_rows(bench, chosen.rows, (*closed, SiteDistillation(), Distillation(chosen.steps)), seeds)

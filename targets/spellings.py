@@ -2,9 +2,9 @@
 
 TVM's importer drops attention's explicit scale in silence, refuses masks of bool, other ranks than 2 and 4 and grouped
 queries, makes a gather of a select, and can fill neither a mask nor an integer tensor; its schedules for GPUs add to a
-product over a single element what is added to it once more; coremltools takes every gelu for
-the exact one, makes twenty gathers of a roll, and has no alias and no where on numbers. Shapes are fixed by then, so
-that a tensor like another is a constant.
+product over a single element what is added to it once more; coremltools takes every gelu for the exact one, makes
+twenty gathers of a roll, and has no alias and no where on numbers. Shapes are fixed by then, so that a tensor like
+another is a constant.
 """
 
 import math
