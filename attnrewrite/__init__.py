@@ -9,20 +9,18 @@ done.save("out/vit")
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnrewrite.api import Conversion, compare, convert, evaluate, explain, lower, supported
+    from attnrewrite.api import Comparison, Conversion, compare, convert, evaluate, explain, lower, supported
     from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, NothingMatchedError
     from attnrewrite.plan import Plan
-    from attnrewrite.report import Comparison
     from attnrewrite.site import AttentionSite, NearMiss, Scan
     from attnrewrite.targets.base import Artifact
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "attnrewrite.api": ("Conversion", "compare", "convert", "evaluate", "explain", "lower", "supported"),
+    "attnrewrite.api": ("Comparison", "Conversion", "compare", "convert", "evaluate", "explain", "lower", "supported"),
     "attnrewrite.errors": ("AttnRewriteError", "CheckFailedError", "InputError", "NothingMatchedError"),
     "attnrewrite.plan": ("Plan",),
-    "attnrewrite.report": ("Comparison",),
     "attnrewrite.site": ("AttentionSite", "NearMiss", "Scan"),
     "attnrewrite.targets.base": ("Artifact",),
 }

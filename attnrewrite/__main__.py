@@ -2,6 +2,6 @@
 
 import sys
 
-from attnrewrite.cli import main
+from attnrewrite.cli.main import main
 
 sys.exit(main())

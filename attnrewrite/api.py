@@ -2,37 +2,40 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from attnrewrite.calibrate import HELD_OUT_SHARE
-from attnrewrite.capture import capture, is_open
-from attnrewrite.conversion import Conversion, convert_source, deployed
-from attnrewrite.data import Files, Images, load_images
+from attnrewrite.calibration.stages import HELD_OUT_SHARE
+from attnrewrite.conversion.convert import Conversion, convert_source, deployed
 from attnrewrite.errors import InputError
-from attnrewrite.evaluation import Evaluation, evaluate_modules
-from attnrewrite.files import staged
-from attnrewrite.patterns.attention import scan
-from attnrewrite.patterns.fx import FxGraph
+from attnrewrite.evaluation import records
+from attnrewrite.evaluation.accuracy import Evaluation, evaluate_modules
+from attnrewrite.evaluation.compare import CompareModel, compare_models
+from attnrewrite.files import staged, write_file
+from attnrewrite.frontends.capture import capture, is_open
+from attnrewrite.frontends.sources import Source, examine_onnx, load_source
+from attnrewrite.images.dataset import Files, Images, load_images
+from attnrewrite.images.decode import check_whole
+from attnrewrite.pages.comparison import comparison_page, comparison_table
+from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.graph import GraphView
-from attnrewrite.pictures import check_whole
-from attnrewrite.report import Comparison
-from attnrewrite.select_budget import requested
+from attnrewrite.patterns.matcher import scan
+from attnrewrite.progress import Progress
+from attnrewrite.selection.budget import requested
 from attnrewrite.site import Scan
-from attnrewrite.sources import Source, examine_onnx, load_source
 from attnrewrite.targets.base import Artifact, get_target
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, variants
 
 Model = Any  # an nn.Module, an ExportedProgram, a Source, a Conversion, or a string or path that names a model
 Data = str | Path | Images | Iterable[Tensor]
-Progress = Callable[[str, int, int], None]
 
 
 def explain(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Scan:
@@ -191,6 +194,19 @@ def lower(
     return replace(artifact, path=Path(out))
 
 
+class Comparison(records.Comparison):
+    """What `compare` gives: the record, and how to look at it."""
+
+    def to_table(self) -> Group:
+        """A table for the terminal, its notes numbered below it."""
+        return comparison_table(self)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the page, self-contained, to `path`. Raises InputError where it cannot be written."""
+        write_file(Path(path), comparison_page(self), force=True)
+        return Path(path)
+
+
 def compare(
     models: Mapping[str, Model],
     example_inputs: tuple[Tensor, ...] | None = None,
@@ -208,8 +224,6 @@ def compare(
     Raises:
         InputError: a model, a target or the data cannot be used.
     """
-    from attnrewrite.comparison import CompareModel, compare_models
-
     compared = {}
     for name, model in models.items():
         loaded = _load(model, example_inputs, **how)
@@ -218,7 +232,8 @@ def compare(
             name, runnable(loaded), inputs, loaded.preprocessing, sites_of(model, loaded), _fixed_batch(loaded)
         )
     images = None if data is None else load_images(data)
-    return compare_models(compared, targets, images, threads=threads or 1, progress=progress)
+    found = compare_models(compared, targets, images, threads=threads or 1, progress=progress)
+    return Comparison(found.environment, found.rows)
 
 
 def runnable(source: Source) -> nn.Module:
@@ -275,4 +290,4 @@ def _fixed_batch(source: Source) -> int | None:
     return None if is_open(size) else int(size)
 
 
-__all__ = ["Conversion", "compare", "convert", "evaluate", "explain", "lower", "supported"]
+__all__ = ["Comparison", "Conversion", "compare", "convert", "evaluate", "explain", "lower", "supported"]

@@ -26,6 +26,12 @@ class CheckFailedError(AttnRewriteError):
     exit_code = 4
 
 
+def first_line(error: BaseException, most: int = 200) -> str:
+    """The first line of an error's text that says something, `most` characters at most; without one, its class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:most] if lines else type(error).__name__
+
+
 def unknown_name(what: str, name: str, known: Iterable[str]) -> InputError:
     """An error for a name that is not known, suggesting the nearest one that is."""
     known = sorted(known)

@@ -23,22 +23,22 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from attnrewrite.calibrate import Copy, split
-from attnrewrite.calibrate_distill import Distillation, SiteDistillation
-from attnrewrite.calibrate_fit import Fit
-from attnrewrite.calibrate_images import Pool
-from attnrewrite.calibrate_stage import Calibration, Stage
-from attnrewrite.capture import Captured, capture
-from attnrewrite.conversion import Conversion, convert_source, deployed
-from attnrewrite.data import Images, load_images
-from attnrewrite.evaluation import Evaluation, evaluate_modules
-from attnrewrite.measure import environment
-from attnrewrite.passes.fx import FxRewrite
-from attnrewrite.patterns.attention import scan
-from attnrewrite.patterns.fx import FxGraph
+from attnrewrite.calibration.distill import Distillation, SiteDistillation
+from attnrewrite.calibration.fit import Fit
+from attnrewrite.calibration.stage import Calibration, Stage
+from attnrewrite.calibration.stages import Copy, split
+from attnrewrite.conversion.convert import Conversion, convert_source, deployed
+from attnrewrite.evaluation.accuracy import Evaluation, evaluate_modules
+from attnrewrite.evaluation.latency import environment
+from attnrewrite.frontends.capture import Captured, capture
+from attnrewrite.frontends.sources import Source, load_source
+from attnrewrite.images.dataset import Images, load_images
+from attnrewrite.images.pool import Pool
+from attnrewrite.passes.fx.rewrite import FxRewrite
+from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.patterns.matcher import scan
 from attnrewrite.plan import Placement, Plan
-from attnrewrite.select_budget import requested
-from attnrewrite.sources import Source, load_source
+from attnrewrite.selection.budget import requested
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
 

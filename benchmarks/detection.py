@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import zoo
-from detection_peers import OPSET, PEERS, version
+from detectors.peers import OPSET, PEERS, version
 
 from attnrewrite.errors import InputError, unknown_name
-from attnrewrite.measure import environment
+from attnrewrite.evaluation.latency import environment
 
-WORKER = Path(__file__).with_name("detection_worker.py")
+HERE = Path(__file__).parent
 BATCH = 12  # models that one worker process takes
 PACKAGES = ("attnrewrite", "torch", "onnx", "onnxruntime", "onnxscript", "openvino", *zoo.LIBRARIES)
 
@@ -129,7 +129,7 @@ def results(models: Sequence[str], peers: Sequence[str], seconds: float) -> Iter
             done |= _settled(line, peers)
             yield line
         elif len(done) == before:
-            raise RuntimeError(f"{WORKER.name} did nothing: what it wrote is above")
+            raise RuntimeError("the worker did nothing: what it wrote is above")
 
 
 def _not_in(done: set[tuple[str, str]], models: Sequence[str], peers: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -144,8 +144,8 @@ def _settled(line: dict[str, Any], peers: Sequence[str]) -> set[tuple[str, str]]
 
 def _worker(tasks: Any, seconds: float) -> Iterator[dict[str, Any]]:
     """The lines of one worker process, which is killed when a line takes longer than `seconds`."""
-    command, pipe = [sys.executable, str(WORKER)], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+    command, pipe = [sys.executable, "-m", "detectors.worker"], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=HERE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(tasks))

@@ -22,14 +22,14 @@ def explain_model(name: str) -> dict[str, object]:
     """Seconds of torch.export and of everything after it, for a timm model."""
     import torch
 
-    from attnrewrite._torchvision import import_torchvision
+    from attnrewrite.frontends.torchvision import import_torchvision
 
     import_torchvision()
     import timm
 
-    from attnrewrite import capture
-    from attnrewrite.patterns.attention import scan
-    from attnrewrite.patterns.fx import FxGraph
+    from attnrewrite.frontends import capture
+    from attnrewrite.patterns.fx.graph import FxGraph
+    from attnrewrite.patterns.matcher import scan
 
     torch.set_num_threads(1)
     model = timm.create_model(name).eval()
@@ -50,7 +50,7 @@ def write_onnx(megabytes: int, path: Path) -> None:
     """A transformer of about `megabytes` of float32 weights, exported by torch."""
     import torch
 
-    from attnrewrite._torchvision import import_torchvision
+    from attnrewrite.frontends.torchvision import import_torchvision
 
     import_torchvision()
     import timm
@@ -71,12 +71,13 @@ def explain_onnx(path: Path) -> dict[str, object]:
     import resource
 
     import attnrewrite as ar
-    from attnrewrite import onnx_convert
 
     def held() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    assert onnx_convert is not None  # imported, so that its memory is not counted
+    from attnrewrite.frontends import onnx_file
+
+    assert onnx_file is not None  # imported, so that its memory is not counted
     before, start = held(), time.perf_counter()
     found = ar.explain(path)
     seconds = time.perf_counter() - start
@@ -112,7 +113,7 @@ def main() -> None:
 
 
 def _report(models: list[str], megabytes: int, out: Path | None) -> None:
-    from attnrewrite.measure import environment
+    from attnrewrite.evaluation.latency import environment
 
     figures = [_apart("--one", "model", "--of", name) for name in models]
     if megabytes:

@@ -35,7 +35,7 @@ class Detector(nn.Module):
 
 def detr() -> nn.Module:
     """transformers' DETR made small, with a small ResNet before it."""
-    from attnrewrite._torchvision import import_torchvision
+    from attnrewrite.frontends.torchvision import import_torchvision
 
     import_torchvision()  # transformers imports it; a CPU-only torch needs help with that
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig

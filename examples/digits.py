@@ -27,7 +27,7 @@ HELD_OUT = 397  # of the 1797 digits: none of these strokes is in a training can
 
 def digits_vit() -> nn.Module:
     """An untrained timm ViT for the task: x [B, 1, CANVAS, CANVAS] -> logits [B, 10]."""
-    from attnrewrite._torchvision import import_torchvision
+    from attnrewrite.frontends.torchvision import import_torchvision
 
     import_torchvision()  # timm imports it; a CPU-only torch needs help with that
     import timm

@@ -24,7 +24,7 @@ ATTEMPTS = (
 
 def dinov2() -> nn.Module:
     """timm's ViT with registers, made small: x [B, 3, SIDE, SIDE] -> logits [B, 10]."""
-    from attnrewrite._torchvision import import_torchvision
+    from attnrewrite.frontends.torchvision import import_torchvision
 
     import_torchvision()  # timm imports it; a CPU-only torch needs help with that
     import timm

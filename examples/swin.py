@@ -18,7 +18,7 @@ SOURCE = "examples/swin.py:swin"
 
 def swin() -> nn.Module:
     """timm's Swin made small: x [B, 3, SIDE, SIDE] -> logits [B, 10]; 4 windows of 7x7 tokens, and then one."""
-    from attnrewrite._torchvision import import_torchvision
+    from attnrewrite.frontends.torchvision import import_torchvision
 
     import_torchvision()  # timm imports it; a CPU-only torch needs help with that
     import timm

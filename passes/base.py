@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from attnrewrite.errors import InputError
-from attnrewrite.passes.rewritten import RewrittenSite, build_site
+from attnrewrite.passes.site_module import SiteModule, build_site
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.plan import Placement
 from attnrewrite.site import AttentionSite
@@ -24,7 +24,7 @@ class Edit:
     module: str
 
 
-Precision = Callable[[RewrittenSite, AttentionSite], torch.dtype]  # what a graph computes a site in
+Precision = Callable[[SiteModule, AttentionSite], torch.dtype]  # what a graph computes a site in
 
 
 def tell_of_gelus(site: str, replaced: int) -> None:
@@ -33,7 +33,7 @@ def tell_of_gelus(site: str, replaced: int) -> None:
         log.warning("%s: relu=true finds no GELU behind the attention: no activation is changed there", site)
 
 
-def place(graph: GraphView, site: AttentionSite, placement: Placement, precision: Precision) -> RewrittenSite:
+def place(graph: GraphView, site: AttentionSite, placement: Placement, precision: Precision) -> SiteModule:
     """The module of one placement in the graph's precision there, with the plan's weights where it has any.
 
     Raises:

@@ -3,8 +3,8 @@
 import numpy as np
 
 from attnrewrite.patterns.graph import GraphView
+from attnrewrite.patterns.provenance import FILL, Tracer, mixed_radix
 from attnrewrite.patterns.relations import ancestors
-from attnrewrite.patterns.trace import FILL, Tracer, mixed_radix
 from attnrewrite.site import Grid, Projection
 
 _MOST_PREFIX_TOKENS = 32

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from attnrewrite.patterns.axes import LeadAxes, Side, coordinates
 from attnrewrite.patterns.graph import GraphView, Operation, parameters_of
-from attnrewrite.patterns.heads import Fold, Side, coordinates
-from attnrewrite.patterns.trace import FILL, Provenance, Tracer, constant_factor, fold, push
+from attnrewrite.patterns.provenance import FILL, Provenance, Tracer, constant_factor, layout_of, push
 from attnrewrite.site import Normalization, Operand, OutputProjection, Projection, Untraced
 
 
@@ -40,14 +40,14 @@ class Tracers:
             tracer.forget()
 
 
-def trace_projection(graph: GraphView, tracers: Tracers, side: Side, folded: Fold) -> Projection | Untraced:
+def trace_projection(graph: GraphView, tracers: Tracers, side: Side, lead_axes: LeadAxes) -> Projection | Untraced:
     """The projection that makes one operand, directly or through normalisation, rotation and pooling."""
     exact = tracers.strict.trace(side.value)
-    direct = _from_map(graph, tracers.strict, side, folded, exact)
+    direct = _from_map(graph, tracers.strict, side, lead_axes, exact)
     if isinstance(direct, Projection):
         return direct
     through = [
-        _from_map(graph, tracers.strict, side, folded, tracer.trace(side.value))
+        _from_map(graph, tracers.strict, side, lead_axes, tracer.trace(side.value))
         for tracer in (tracers.layout, tracers.pooled)
     ]
     for found in through:
@@ -56,7 +56,9 @@ def trace_projection(graph: GraphView, tracers: Tracers, side: Side, folded: Fol
     return direct if exact.source is None else through[0]
 
 
-def _from_map(graph: GraphView, strict: Tracer, side: Side, folded: Fold, origin: Provenance) -> Projection | Untraced:
+def _from_map(
+    graph: GraphView, strict: Tracer, side: Side, lead_axes: LeadAxes, origin: Provenance
+) -> Projection | Untraced:
     if len(origin.sources) > 1:
         return Untraced("several-sources", f"it is put together from {len(origin.sources)} tensors")
     source, index, normalization = origin.sources[0], origin.index, None
@@ -73,9 +75,9 @@ def _from_map(graph: GraphView, strict: Tracer, side: Side, folded: Fold, origin
     if not (is_map(graph, operation) or _is_convolution(graph, operation)):
         return Untraced("no-projection", f"it comes from {operation.name}, not from a linear map of parameters")
     channel, token = coordinates(graph, Provenance((source,), (0,), index, 1.0, ()))
-    channels = side.lines(channel)[folded.lead]
-    tokens = side.lines(token)[folded.lead]
-    if folded.axis == "channel":
+    channels = side.lines(channel)[lead_axes.lead]
+    tokens = side.lines(token)[lead_axes.lead]
+    if lead_axes.axis == "channel":
         channels, tokens = np.swapaxes(channels, 2, 3), np.swapaxes(tokens, 2, 3)
     rows = channels.max(axis=(0, 2))
     padded = channels == FILL
@@ -118,7 +120,7 @@ def _positions_as_operand(graph: GraphView, operation: Operation, value: str, pl
     else:
         channels, base, step = shape[-1], place * shape[-1], 1
     position = base[:, None, :, None] + (np.arange(channels) * step)[None, None, None, :]
-    layout = fold(position, shape, graph.batch_axes(value))
+    layout = layout_of(position, shape, graph.batch_axes(value))
     return Operand(value, layout) if layout else None
 
 
@@ -134,14 +136,14 @@ class _Reached:
     direct: bool
 
 
-def trace_output(graph: GraphView, output: Side, folded: Fold, own: Own) -> OutputProjection | Untraced:
+def trace_output(graph: GraphView, output: Side, lead_axes: LeadAxes, own: Own) -> OutputProjection | Untraced:
     """The map that reads the heads' outputs, through data movement, activations and normalisation."""
     reached = _follow(graph, output.value, own)
     if isinstance(reached, Untraced):
         return reached
     operation = reached.operation
-    numbers = output.numbers(graph)[folded.lead]
-    if folded.axis == "channel":
+    numbers = output.numbers(graph)[lead_axes.lead]
+    if lead_axes.axis == "channel":
         numbers = np.swapaxes(numbers, 2, 3)
     _, heads, tokens, width = numbers.shape
     canonical = np.full(numbers.size + 1, FILL, np.int64)  # the last is where FILL points

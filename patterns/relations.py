@@ -3,7 +3,7 @@
 import itertools
 
 from attnrewrite.patterns.graph import GraphView
-from attnrewrite.patterns.trace import Tracer
+from attnrewrite.patterns.provenance import Tracer
 
 
 def ancestors(graph: GraphView, value: str, stop: frozenset[str] = frozenset()) -> dict[str, None]:

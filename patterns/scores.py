@@ -7,8 +7,8 @@ from typing import cast
 import numpy as np
 
 from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
-from attnrewrite.patterns.score_masks import masking
-from attnrewrite.patterns.trace import constant_factor, push
+from attnrewrite.patterns.masks import masking
+from attnrewrite.patterns.provenance import constant_factor, push
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ def projection_weights(graph: GraphView, projection: Projection) -> tuple[np.nda
     """(weight [heads * head_dim, in], bias [heads * head_dim] or None), BatchNorm folded in, `factor` left out."""
     weight, bias = _matrix(graph, projection.weight, projection.bias, projection.transposed)
     if projection.normalization is not None:
-        weight, bias = _fold_norm(graph, projection.normalization, weight, bias)
+        weight, bias = _with_norm_folded(graph, projection.normalization, weight, bias)
     rows = np.asarray(projection.rows)
     return weight[rows], None if bias is None else bias[rows]
 
@@ -104,7 +104,7 @@ def _matrix(graph: GraphView, weight: str, bias: str | None, transposed: bool) -
     return matrix, None if bias is None else np.broadcast_to(graph.constant(bias).reshape(-1), matrix.shape[:1])
 
 
-def _fold_norm(
+def _with_norm_folded(
     graph: GraphView, norm: Normalization, weight: np.ndarray, bias: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     mean, variance = graph.constant(norm.mean).astype(np.float64), graph.constant(norm.variance).astype(np.float64)

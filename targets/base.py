@@ -12,14 +12,14 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError, unknown_name
-from attnrewrite.targets.check import Agreement
+from attnrewrite.targets.agreement import Agreement
 
 GROUP = "attnrewrite.targets"
 BUILT_IN = {
-    "host": "attnrewrite.targets.host:Host",
-    "arm-cpu": "attnrewrite.targets.arm_cpu:ArmCpu",
-    "gpu": "attnrewrite.targets.gpu:Gpu",
-    "coreml-npu": "attnrewrite.targets.coreml_npu:CoreMLNpu",
+    "host": "attnrewrite.targets.devices.host:Host",
+    "arm-cpu": "attnrewrite.targets.devices.arm_cpu:ArmCpu",
+    "gpu": "attnrewrite.targets.devices.mobile_gpu:Gpu",
+    "coreml-npu": "attnrewrite.targets.devices.apple_npu:CoreMLNpu",
 }
 
 

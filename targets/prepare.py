@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
-from attnrewrite.errors import InputError
-from attnrewrite.targets.fold import fold_constants
-from attnrewrite.targets.spellings import WRITTEN_OUT
+from attnrewrite.errors import InputError, first_line
+from attnrewrite.passes.fx.decompositions import WRITTEN_OUT
+from attnrewrite.passes.fx.fold_constants import fold_constants
 
 
 def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> ExportedProgram:
@@ -43,9 +43,3 @@ def reference(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[np.ndarray
     """What the module itself gives for `inputs`."""
     with torch.inference_mode():
         return arrays(module(*inputs))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something, for messages of one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

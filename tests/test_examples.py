@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from attnrewrite.cli import main
-from attnrewrite.sources import load_source
+from attnrewrite.cli.main import main
+from attnrewrite.frontends.sources import load_source
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 if find_spec("timm") is None:

@@ -6,34 +6,53 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {
-    "attnrewrite": ROOT / "attnrewrite",
-    "attnrewrite.variants": ROOT / "attnrewrite" / "variants",
-    "attnrewrite.patterns": ROOT / "patterns",
-    "attnrewrite.passes": ROOT / "passes",
-    "attnrewrite.targets": ROOT / "targets",
-}
+MAPPED = ("patterns", "passes", "targets")  # folders at the top of the checkout that install below attnrewrite
+
+
+def folders(top: Path, package: str) -> Iterator[tuple[str, Path]]:
+    """Every package below `top` and its folder; links to the mapped folders are not followed."""
+    yield package, top
+    for below in sorted(path.parent for path in top.glob("*/__init__.py") if not path.parent.is_symlink()):
+        yield from folders(below, f"{package}.{below.name}")
+
+
+FOLDERS = dict(folders(ROOT / "attnrewrite", "attnrewrite"))
+for name in MAPPED:
+    FOLDERS |= folders(ROOT / name, f"attnrewrite.{name}")
 MODULES = {
     f"{package}.{path.stem}".removesuffix(".__init__"): path
     for package, folder in FOLDERS.items()
     for path in sorted(folder.glob("*.py"))
 }
-# Lowest first. A module may import its own floor and those below; what is not listed is the workflow's.
+# Rooms, lowest first: a module may import its own room and those on floors below it. A room is a folder; the files at
+# the root of the package are rooms of their own.
 FLOORS = (
-    ("attnrewrite.errors", "attnrewrite.site", "attnrewrite._torchvision"),
-    ("attnrewrite.patterns",),
-    ("attnrewrite.variants",),
-    ("attnrewrite.einsum", "attnrewrite.capture", "attnrewrite.plan", "attnrewrite.passes"),
-    ("attnrewrite.targets",),
-    (),
-    ("attnrewrite.cli", "attnrewrite.__main__"),
+    ("errors", "progress", "site"),
+    ("files", "plugins", "patterns"),
+    ("images", "patterns.fx", "patterns.onnx", "variants.parts"),
+    ("variants",),
+    ("plan",),
+    ("passes",),
+    ("passes.fx", "passes.onnx"),
+    ("frontends.onnx_import", "targets"),
+    ("frontends", "targets.runners", "targets.coreml"),
+    ("targets.tvm",),
+    ("targets.devices",),
+    ("calibration", "evaluation"),
+    ("selection", "pages"),
+    ("pages.graph", "pages.maps"),
+    ("conversion",),
+    ("api",),
+    ("cli",),
+    ("__main__",),
 )
-WORKFLOW = len(FLOORS) - 2
+LEVEL = {f"attnrewrite.{room}": level for level, rooms in enumerate(FLOORS) for room in rooms}
 HEAVY = {
     "coremltools",
     "jinja2",
@@ -49,21 +68,23 @@ HEAVY = {
 }
 # Packages whose names change between releases have one door each: these modules, or names that begin so.
 DOORS = {
-    "tvm": ("attnrewrite.targets.tvm_compat",),
-    "coremltools": ("attnrewrite.targets.coreml", "attnrewrite.targets.mil", "attnrewrite.passes.coreml"),
+    "tvm": ("attnrewrite.targets.tvm.",),
+    "coremltools": ("attnrewrite.targets.coreml.",),
 }
+ONNX = (
+    "attnrewrite.patterns.onnx.",
+    "attnrewrite.passes.onnx.",
+    "attnrewrite.frontends.onnx",
+    "attnrewrite.conversion.onnx_out",
+)
 # What these are named after is all they are about: they import it at their top, and others import them in functions.
-DEVOTED = {
-    "onnx": ("attnrewrite.patterns.onnx", "attnrewrite.passes.onnx", "attnrewrite.onnx_"),
-    "onnx_ir": ("attnrewrite.patterns.onnx", "attnrewrite.passes.onnx", "attnrewrite.onnx_"),
-}
+DEVOTED = {"onnx": ONNX, "onnx_ir": ONNX}
 
 
-def floor(module: str) -> int:
-    for level, names in enumerate(FLOORS):
-        if any(module == name or module.startswith((f"{name}.", f"{name}_")) for name in names):
-            return level
-    return WORKFLOW
+def room(module: str) -> str:
+    """The folder that a module lies in, or the module itself where that is the package's root."""
+    package = module if module in FOLDERS else module.rpartition(".")[0]
+    return module if package == "attnrewrite" else package
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -89,12 +110,33 @@ def parse(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("module", MODULES)
+def ours(module: str) -> set[str]:
+    """The modules of ours that a module imports, wherever in it and for whatever purpose."""
+    return {name for name in imports(parse(module)) if name in MODULES} - {module, "attnrewrite"}
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(module) for module in MODULES} - {"attnrewrite"} == set(LEVEL)
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"attnrewrite"}))
 def test_imports_point_downward(module: str) -> None:
-    # The package itself offers what is above it: its names are fetched when asked for.
-    own = WORKFLOW if module == "attnrewrite" else floor(module)
-    ours = [name for name in imports(parse(module)) if name.split(".")[0] == "attnrewrite" and name != "attnrewrite"]
-    assert [name for name in ours if floor(name) > own] == []
+    """A folder's own __init__ may offer what lies in the folder; nothing else points up."""
+    own = room(module)
+    door = MODULES[module].name == "__init__.py"
+    above = [
+        name
+        for name in ours(module)
+        if room(name) != own and LEVEL[room(name)] >= LEVEL[own] and not (door and name.startswith(f"{module}."))
+    ]
+    assert above == []
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """Not even by way of others, inside functions or for type checkers only. Raises CycleError naming them."""
+    graph = {module: ours(module) for module, path in MODULES.items() if path.name != "__init__.py"}
+    order = list(TopologicalSorter(graph).static_order())
+    assert set(graph) <= set(order)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -120,17 +162,23 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 def test_the_wheel_lists_every_package_and_every_data_file() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    assert sorted(project["packages"]) == sorted(FOLDERS)
+    assert project["packages"] == sorted(FOLDERS)
     for package, folder in FOLDERS.items():
-        assert [path.parent.name for path in folder.glob("*/__init__.py") if not path.parent.is_symlink()] == (
-            ["variants"] if package == "attnrewrite" else []
-        ), f"{package} has a subpackage that the wheel would miss"
-        data = {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
-        listed = {path.name for pattern in project["package-data"].get(package, ()) for path in folder.glob(pattern)}
-        assert data == listed, f"package-data of {package}"
+        data = {
+            str(path.relative_to(folder))
+            for path in folder.rglob("*")
+            if path.is_file() and path.suffix not in (".py", ".pyc") and owner(path) == folder
+        }
+        patterns = project["package-data"].get(package, ())
+        assert data == {str(path.relative_to(folder)) for each in patterns for path in folder.glob(each)}, package
 
 
-@pytest.mark.parametrize("name", ["patterns", "passes", "targets"])
+def owner(path: Path) -> Path:
+    """The folder of the package that a data file belongs to."""
+    return next(folder for folder in path.parents if folder in FOLDERS.values())
+
+
+@pytest.mark.parametrize("name", MAPPED)
 def test_a_folder_has_one_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.delitem(sys.modules, name, raising=False)

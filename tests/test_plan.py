@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_vits import Encoder
 
 import attnrewrite as ar
-from attnrewrite.capture import capture
 from attnrewrite.errors import InputError
-from attnrewrite.passes.fx import FxRewrite
+from attnrewrite.frontends.capture import capture
+from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.plan import PLAN_FILE, WEIGHTS_FILE, Plan
-from tests.test_passes import Encoder
 
 
 @pytest.fixture(scope="module")

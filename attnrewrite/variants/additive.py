@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, refuse_unpaired
-from attnrewrite.variants.ends import Affine, Ends
-from attnrewrite.variants.layout import merge_heads, score_scale, split_heads, unit
-from attnrewrite.variants.least_squares import LeastSquares
 from attnrewrite.variants.linear import LinearVariant
-from attnrewrite.variants.softmax import with_outputs
+from attnrewrite.variants.parts.foldable import Affine
+from attnrewrite.variants.parts.form import FoldableMaps
+from attnrewrite.variants.parts.ridge import LeastSquares
+from attnrewrite.variants.parts.softmax_rows import with_outputs
+from attnrewrite.variants.parts.tensors import merge_heads, score_scale, split_heads, unit
 
 RIDGE = 1e-4
 SHIFTS = (8.0, 4.0)  # of the aggregated and the deciding slot, in mean token norms; fp16 bears them
@@ -76,11 +77,11 @@ class AdditiveForm(Form):
         context, token = attend(query, value, self.weight, self.shift)
         return split_heads(self.context(context) + self.final(token), value.shape[1])
 
-    def ends(self) -> Ends | None:
+    def foldable_maps(self) -> FoldableMaps | None:
         """Both maps after the form: what is left writes [G * k, q] side by side."""
         weight = torch.cat([self.context.weight, self.final.weight], dim=1)
         form = SideBySide(self.weight, self.shift)
-        return Ends(form, self.heads, output=Affine(weight, self.context.bias))
+        return FoldableMaps(form, self.heads, output=Affine(weight, self.context.bias))
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         """Each token's part in the global query, one map for all heads."""

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, refuse_unpaired
-from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
-from attnrewrite.variants.key_weights import centred, key_weights, share, token_mean, weighed
-from attnrewrite.variants.layout import as_type, merge_heads, safe, split_heads, wide
 from attnrewrite.variants.linear import LinearVariant
+from attnrewrite.variants.parts.key_masks import centred, key_weights, share, token_mean, weighed
+from attnrewrite.variants.parts.products import Order, cheaper_order, mean_product, product_multiplies
+from attnrewrite.variants.parts.tensors import as_type, merge_heads, safe, split_heads, wide
 
 EPSILON = 1e-12
 LEAST_SPREAD = 1e-4  # of keys about their mean, of their own size: less is what rounding leaves of equal keys

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Variant, refuse_unless_plain
-from attnrewrite.variants.layout import image_grid, prefix_queries, score_scale
-from attnrewrite.variants.local import LocalBranch
-from attnrewrite.variants.prefix import ExactPrefix
+from attnrewrite.variants.parts.exact_prefix import ExactPrefix
+from attnrewrite.variants.parts.local_branch import LocalBranch
+from attnrewrite.variants.parts.tensors import image_grid, prefix_queries, score_scale
 
 DROPPABLE = ("constant", "depends-on-query")
 

@@ -1,22 +1,30 @@
 """MaiT: softmax attention whose heads see the scores of a small square of neighbours, and zeros beyond it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite, Grid
-from attnrewrite.variants.base import Form, Heads, Variant, summed_with
-from attnrewrite.variants.layout import as_type, image_grid, merge_heads, score_scale, split_heads, take_heads, wide
+from attnrewrite.variants.base import Form, Heads, summed_with
 from attnrewrite.variants.linear import LinearVariant
-from attnrewrite.variants.neighbours import Neighbourhood
-from attnrewrite.variants.placement import count_by_error, heads_by_error, heads_by_locality
-from attnrewrite.variants.softmax import FIRST, softmax_attention
+from attnrewrite.variants.parts.masked_heads import count_by_error, heads_by_error, heads_by_locality
+from attnrewrite.variants.parts.neighbours import Neighbourhood
+from attnrewrite.variants.parts.softmax_rows import FIRST, softmax_attention
+from attnrewrite.variants.parts.tensors import (
+    as_type,
+    image_grid,
+    merge_heads,
+    score_scale,
+    split_heads,
+    take_heads,
+    wide,
+)
 
-Placement = Literal["all", "paper-search", "error"]
+HeadChoice = Literal["all", "paper-search", "error"]
 SMALLEST = 3  # the side of a square of neighbours
 
 
@@ -97,22 +105,22 @@ class MaskedForm(Form):
     """Hard masks on the heads `masked`, plain softmax on the others; `placement` says how calibration chooses them."""
 
     def __init__(
-        self, mask: HardMask, heads: int, placement: Placement | int | tuple[int, ...], tolerance: float
+        self, mask: HardMask, heads: int, choice: HeadChoice | int | tuple[int, ...], tolerance: float
     ) -> None:
         super().__init__()
         self.mask = mask
         self.heads = heads
-        self.placement = placement
+        self.choice = choice
         self.tolerance = tolerance
         self.masked = self._start()
 
     def _start(self) -> tuple[int, ...]:
         """The masked heads before calibration: the paper starts from head 0."""
-        if isinstance(self.placement, tuple):
-            return tuple(sorted(set(self.placement)))
-        if isinstance(self.placement, int):
-            return tuple(range(self.placement))
-        return (0,) if self.placement == "paper-search" else tuple(range(self.heads))
+        if isinstance(self.choice, tuple):
+            return tuple(sorted(set(self.choice)))
+        if isinstance(self.choice, int):
+            return tuple(range(self.choice))
+        return (0,) if self.choice == "paper-search" else tuple(range(self.heads))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         free = tuple(head for head in range(self.heads) if head not in self.masked)
@@ -139,15 +147,15 @@ class MaskedForm(Form):
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         """Choose the masked heads: by the paper's locality rule, or by the error that masking makes in each."""
-        if self.placement == "paper-search":
+        if self.choice == "paper-search":
             self.masked = heads_by_locality(self.mask.locality, activations())
-        elif self.placement == "error":
+        elif self.choice == "error":
             self.masked = heads_by_error(self.mask, self.mask.scale, activations(), self.tolerance)
-        elif isinstance(self.placement, int):
-            self.masked = count_by_error(self.mask, self.mask.scale, activations(), self.placement)
+        elif isinstance(self.choice, int):
+            self.masked = count_by_error(self.mask, self.mask.scale, activations(), self.choice)
 
-    def resolve(self, variant: Variant) -> Variant:
-        return replace(variant, heads=self.masked, soft=False)  # type: ignore[call-arg]
+    def resolved(self) -> dict[str, Any]:
+        return {"heads": self.masked, "soft": False}
 
     def extra_repr(self) -> str:
         return f"masked={list(self.masked)} of {self.heads}"
@@ -202,7 +210,7 @@ class Masked(LinearVariant):
     """
 
     size: int = 3
-    heads: Placement | int | tuple[int, ...] = "all"
+    heads: HeadChoice | int | tuple[int, ...] = "all"
     soft: bool = False
     tolerance: float = 0.1
 

@@ -1,21 +1,31 @@
 """Mobile-Attention: linear attention with very small heads that compete for the flow of information."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Heads, Variant, refuse_unpaired
-from attnrewrite.variants.ends import Affine, Ends
-from attnrewrite.variants.kernel import Order, cheaper_order, mean_product, product_multiplies
-from attnrewrite.variants.key_weights import key_weights, share, token_mean, weighed
-from attnrewrite.variants.layout import as_type, merge_heads, safe, score_scale, split_heads, take_heads, unit, wide
+from attnrewrite.variants.base import Form, Heads, refuse_unpaired
 from attnrewrite.variants.linear import LinearVariant
-from attnrewrite.variants.recut import AsCut, Recut, recut_multiplies, signed_pairs
+from attnrewrite.variants.parts.foldable import Affine
+from attnrewrite.variants.parts.form import FoldableMaps
+from attnrewrite.variants.parts.key_masks import key_weights, share, token_mean, weighed
+from attnrewrite.variants.parts.products import Order, cheaper_order, mean_product, product_multiplies
+from attnrewrite.variants.parts.qk_maps import NoMaps, QKMaps, qk_map_multiplies, signed_pairs
+from attnrewrite.variants.parts.tensors import (
+    as_type,
+    merge_heads,
+    safe,
+    score_scale,
+    split_heads,
+    take_heads,
+    unit,
+    wide,
+)
 
 Reading = Literal["conversion", "code", "paper"]
 EPSILON = 1e-6
@@ -92,13 +102,13 @@ class MobileForm(Form):
     """
 
     def __init__(
-        self, count: int, recut: Recut, scale: float, reading: Reading, order: Order,
+        self, count: int, qk_maps: QKMaps, scale: float, reading: Reading, order: Order,
         kept: tuple[int, ...] | None, keep: int, value_width: int,
     ) -> None:  # fmt: skip
         super().__init__()
         self.value_width = value_width
         self.count = count
-        self.recut = recut
+        self.qk_maps = qk_maps
         self.scale = scale
         self.reading = reading
         self.order = order
@@ -107,7 +117,7 @@ class MobileForm(Form):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         heads, weights = value.shape[1], key_weights(bias)
-        query, key = self.recut(query, key)
+        query, key = self.qk_maps(query, key)
         query, key, value = (split_heads(merge_heads(part), self.count) for part in (query, key, value))
         if self.kept is None:
             return self._joined(mobile_attention(query, key, value, self.reading, self.order, weights), heads)
@@ -118,7 +128,7 @@ class MobileForm(Form):
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         """The competition's weights, one map for each small head that takes part."""
-        query, key = (split_heads(merge_heads(part), self.count) for part in self.recut(heads.query, heads.key))
+        query, key = (split_heads(merge_heads(part), self.count) for part in self.qk_maps(heads.query, heads.key))
         if self.kept is not None:
             query, key = take_heads(query, self.kept), take_heads(key, self.kept)
         epsilon = 0.0 if self.reading == "paper" else EPSILON
@@ -126,23 +136,23 @@ class MobileForm(Form):
         weights = key_weights(heads.bias)
         return {"competition weight": competition(flows, self.reading, weights).squeeze(3)}
 
-    def ends(self) -> Ends | None:
+    def foldable_maps(self) -> FoldableMaps | None:
         """The re-cut of query and key; heads that take no part are not projected at all."""
-        if isinstance(self.recut, AsCut):
+        if isinstance(self.qk_maps, NoMaps):
             return None
-        query, key = self.recut.taken_out()
-        heads, channels, _ = self.recut.query.shape
+        query, key = self.qk_maps.taken_out()
+        heads, channels, _ = self.qk_maps.query.shape
         if self.kept is None:
-            return Ends(self._as_cut(self.count, self.value_width), heads, query, key)
+            return FoldableMaps(self._as_cut(self.count, self.value_width), heads, query, key)
         rows, own = (channels_of(self.kept, width // self.count) for width in (heads * channels, self.value_width))
         query, key = (part.only(rows) for part in (query, key))
         chosen = torch.eye(self.value_width).to(query.weight)[own]
         form = self._as_cut(len(self.kept), len(own))
-        return Ends(form, len(self.kept), query, key, value=Affine(chosen), output=Affine(chosen.T))
+        return FoldableMaps(form, len(self.kept), query, key, value=Affine(chosen), output=Affine(chosen.T))
 
     def _as_cut(self, count: int, value_width: int) -> "MobileForm":
         """The form with all of `count` heads in it, that projections have cut already."""
-        return MobileForm(count, AsCut(), self.scale, self.reading, self.order, None, count, value_width)
+        return MobileForm(count, NoMaps(), self.scale, self.reading, self.order, None, count, value_width)
 
     @staticmethod
     def _joined(small: Tensor, heads: int) -> Tensor:
@@ -153,24 +163,24 @@ class MobileForm(Form):
         """Give every small head of a head the leading coordinates of that head's scores, with both signs; then choose
         the heads to keep: those of the largest mean competed outgoing flow (the paper's appendix A).
         """
-        heads, channels, _ = self.recut.query.shape
+        heads, channels, _ = self.qk_maps.query.shape
         size = heads * channels // self.count
         if size > 1 and channels % size == 0:
-            self.recut.fit(activations(), self.scale, lambda maps: signed_pairs(maps, size, GAIN))
+            self.qk_maps.fit(activations(), self.scale, lambda maps: signed_pairs(maps, size, GAIN))
         if self.keep < self.count and self.kept is None:
             self.kept = self._largest_flows(activations())
 
     def _largest_flows(self, batches: Iterator[Heads]) -> tuple[int, ...]:
         score = torch.zeros(self.count, dtype=torch.float64)
         for heads in batches:
-            recut = self.recut(heads.query, heads.key)
-            query, key = (split_heads(merge_heads(part), self.count) for part in recut)
+            qk_maps = self.qk_maps(heads.query, heads.key)
+            query, key = (split_heads(merge_heads(part), self.count) for part in qk_maps)
             flows = head_flows(features(query, self.reading), features(key, self.reading), EPSILON)
             score += flows.competed_outgoing.mean((2, 3)).sum(0).double().cpu()
         return tuple(sorted(score.topk(self.keep).indices.tolist()))
 
-    def resolve(self, variant: Variant) -> Variant:
-        return replace(variant, keep_heads=self.kept) if self.kept is not None else variant  # type: ignore[call-arg]
+    def resolved(self) -> dict[str, Any]:
+        return {} if self.kept is None else {"keep_heads": self.kept}
 
     def extra_repr(self) -> str:
         return f"heads={self.count}, reading={self.reading}, kept={self.kept or 'all'}"
@@ -215,15 +225,15 @@ class Mobile(LinearVariant):
     def form(self, site: AttentionSite) -> Form:
         count, _ = self._sizes(site)
         kept = self.keep_heads if isinstance(self.keep_heads, tuple) else None
-        recut, order = Recut(site.heads, site.head_dim), cheaper_order(*self._shape(site))
+        qk_maps, order = QKMaps(site.heads, site.head_dim), cheaper_order(*self._shape(site))
         width = site.heads * site.value_dim
-        return MobileForm(count, recut, score_scale(site), self.reading, order, kept, self._keep(site), width)
+        return MobileForm(count, qk_maps, score_scale(site), self.reading, order, kept, self._keep(site), width)
 
     def form_multiplies(self, site: AttentionSite) -> int:
         channels = self._keep(site) * self.head_dim
         flows = 6 * channels * site.n_queries
-        recut = site.heads * recut_multiplies(site.n_queries, site.n_keys, site.head_dim)
-        return self._keep(site) * product_multiplies(*self._shape(site), "auto") + flows + recut
+        qk_maps = site.heads * qk_map_multiplies(site.n_queries, site.n_keys, site.head_dim)
+        return self._keep(site) * product_multiplies(*self._shape(site), "auto") + flows + qk_maps
 
     def _keep(self, site: AttentionSite) -> int:
         """How many small heads take part once calibrated."""

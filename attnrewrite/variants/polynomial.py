@@ -3,22 +3,24 @@
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations_with_replacement
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Heads, Variant, received
-from attnrewrite.variants.ends import Ends, per_head
-from attnrewrite.variants.kernel import Order, mean_product
-from attnrewrite.variants.key_weights import centred, key_weights, weighed
-from attnrewrite.variants.layout import as_type, score_scale, wide
-from attnrewrite.variants.least_squares import LeastSquares
+from attnrewrite.variants.base import Form, Heads, received
 from attnrewrite.variants.linear import LinearVariant
-from attnrewrite.variants.recut import score_factors
+from attnrewrite.variants.parts.foldable import per_head
+from attnrewrite.variants.parts.form import FoldableMaps
+from attnrewrite.variants.parts.key_masks import centred, key_weights, weighed
+from attnrewrite.variants.parts.products import Order, mean_product
+from attnrewrite.variants.parts.qk_maps import score_factors
+from attnrewrite.variants.parts.ridge import LeastSquares
+from attnrewrite.variants.parts.tensors import as_type, score_scale, wide
 
 RIDGE = 1e-9
 ROWS_PER_IMAGE = 128
@@ -117,13 +119,13 @@ class PolynomialForm(Form):
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         return received(self, heads)
 
-    def ends(self) -> Ends | None:
+    def foldable_maps(self) -> FoldableMaps | None:
         """Centring commutes with the maps, so that the projections can make the few coordinates themselves."""
         if self.query_map is None or self.key_map is None:
             return None
         form = copy.deepcopy(self)
         form.query_map = form.key_map = None
-        return Ends(form, self.query_map.shape[0], per_head(self.query_map), per_head(self.key_map))
+        return FoldableMaps(form, self.query_map.shape[0], per_head(self.query_map), per_head(self.key_map))
 
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
@@ -150,8 +152,8 @@ class PolynomialForm(Form):
                 fit.add((powers * share).flatten(1, 2), (exact - level).exp().flatten(1).unsqueeze(2))
         self.coefficients.copy_(fit.solve(RIDGE)[:, :, 0])
 
-    def resolve(self, variant: Variant) -> Variant:
-        return replace(variant, rank=self.rank, degree=self.degree)  # type: ignore[call-arg]
+    def resolved(self) -> dict[str, Any]:
+        return {"rank": self.rank, "degree": self.degree}
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, degree={self.degree}, order={self.order}"

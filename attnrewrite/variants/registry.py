@@ -6,7 +6,8 @@ from typing import Any
 from attnrewrite.errors import InputError, unknown_name
 from attnrewrite.variants.additive import Additive
 from attnrewrite.variants.base import Variant
-from attnrewrite.variants.features import Elu, Hedgehog, ReluLinear
+from attnrewrite.variants.feature_maps import Elu, Hedgehog, ReluLinear
+from attnrewrite.variants.hydra import Hydra
 from attnrewrite.variants.l1 import L1
 from attnrewrite.variants.masked import Masked
 from attnrewrite.variants.mobile import Mobile
@@ -14,8 +15,9 @@ from attnrewrite.variants.options import option_values, with_options
 from attnrewrite.variants.plugins import registered
 from attnrewrite.variants.polynomial import Polynomial
 from attnrewrite.variants.separable import Separable
-from attnrewrite.variants.small import CrossCovariance, Hydra, Taylor
 from attnrewrite.variants.softmax import Softmax
+from attnrewrite.variants.taylor import Taylor
+from attnrewrite.variants.xca import CrossCovariance
 
 __all__ = ["BUILT_IN", "get_variant", "option_values", "unusable", "variants"]
 

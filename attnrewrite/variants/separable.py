@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from attnrewrite.errors import InputError
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads
-from attnrewrite.variants.key_weights import key_weights
-from attnrewrite.variants.layout import as_type, merge_heads, score_scale, split_heads, wide
-from attnrewrite.variants.least_squares import LeastSquares
 from attnrewrite.variants.linear import LinearVariant
-from attnrewrite.variants.softmax import with_outputs
+from attnrewrite.variants.parts.key_masks import key_weights
+from attnrewrite.variants.parts.ridge import LeastSquares
+from attnrewrite.variants.parts.softmax_rows import with_outputs
+from attnrewrite.variants.parts.tensors import as_type, merge_heads, score_scale, split_heads, wide
 
 RIDGE = 1e-2
 

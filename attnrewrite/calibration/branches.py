@@ -1,0 +1,198 @@
+"""The linear maps that end a network's residual branches, and how what they give gets into the stream."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from attnrewrite.calibration.segments import Values, rewritten_site, site_heads
+from attnrewrite.passes.site_module import ProjectedWrite, SiteModule, read, write
+
+_MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
+_MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation on the way from a linear map to the stream; `carried` is the operand that comes from the map."""
+
+    node: Node
+    carried: Node
+
+    def apply(self, moved: Tensor, values: Values) -> Tensor:
+        def value(argument: Any) -> Any:
+            if argument is self.carried:
+                return moved
+            return values[argument] if isinstance(argument, Node) else argument
+
+        target: Any = self.node.target
+        return target(*map_aggregate(self.node.args, value), **map_aggregate(self.node.kwargs, value))
+
+
+@dataclass(frozen=True)
+class Branch:
+    """y = x W^T + b at `node`, moved and scaled along `path`, then added to the stream at `stream`.
+
+    `axis` is the one that the map works on: the last of tokens, the first after the batch where a convolution of one
+    pixel is the map. Where nothing adds (no residual connection), `stream` is `node` itself.
+    """
+
+    node: Node
+    path: tuple[Step, ...]
+    stream: Node
+    weight: Tensor
+    bias: Tensor | None
+    site: SiteModule | None
+    axis: int = -1
+
+    @property
+    def reads(self) -> frozenset[Node]:
+        """The nodes whose values `samples` reads."""
+        operands = {
+            operand for step in self.path for operand in step.node.all_input_nodes if operand is not step.carried
+        }
+        return frozenset(operands | set(self.node.all_input_nodes))
+
+    def inputs(self, values: Values) -> Tensor:
+        """x [..., inputs]."""
+        if self.site is None:
+            return values[self.node.args[0]].movedim(self.axis, -1)  # type: ignore[index]
+        return self.site.form(*site_heads(self.site, self.node, values)).transpose(1, 2).flatten(2)
+
+    def rows(self, y: Tensor) -> Tensor:
+        """The energy of each row of a value at `node`, in the order of `inputs`: [samples]."""
+        if self.site is not None:
+            assert isinstance(self.site.output, ProjectedWrite)
+            y = read(y, self.site.output.layout)
+        return y.movedim(self.axis, -1).square().sum(-1).flatten()
+
+    @torch.no_grad()
+    def samples(self, residual: Tensor, values: Values, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns [samples, inputs (+ 1 where there is a bias)], and what has to be added to y [samples, outputs] for
+        `residual` to be added to the stream, both times the root of `weights` [samples]. Tokens that never reach the
+        stream (padding) are left out.
+
+        The path P only moves and scales, so that P^T P is diagonal: the pseudo-inverse is P^T r / P^T P 1.
+        """
+        with torch.no_grad():
+            x = self.inputs(values)
+        with torch.enable_grad():
+            ones = x.new_ones(*x.shape[:-1], self.weight.shape[0]).requires_grad_()
+            moved = self._move(ones, values)
+            (back,) = torch.autograd.grad(moved, ones, residual, retain_graph=True)
+            (gain,) = torch.autograd.grad(moved, ones, moved.detach())
+        reaches = gain.flatten(0, -2).amax(1) > 0
+        target = back / gain.clamp(min=torch.finfo(gain.dtype).tiny)
+        columns = x if self.bias is None else F.pad(x, (0, 1), value=1.0)
+        root = weights.sqrt()[reaches].unsqueeze(1)
+        return columns.flatten(0, -2)[reaches] * root, target.flatten(0, -2)[reaches] * root
+
+    @torch.no_grad()
+    def change(self, delta: Tensor) -> None:
+        """Add `delta` [columns, outputs] to the map."""
+        inputs = self.weight.shape[1]
+        self.weight.add_(delta[:inputs].T.to(self.weight).reshape(self.weight.shape))
+        if self.bias is not None:
+            self.bias.add_(delta[inputs].to(self.bias))
+
+    def saved(self) -> Callable[[], None]:
+        """What puts the map back to how it is now."""
+        weight, bias = self.weight.detach().clone(), None if self.bias is None else self.bias.detach().clone()
+
+        @torch.no_grad()
+        def restore() -> None:
+            self.weight.copy_(weight)
+            if self.bias is not None and bias is not None:
+                self.bias.copy_(bias)
+
+        return restore
+
+    def _move(self, y: Tensor, values: Values) -> Tensor:
+        if self.site is not None:
+            assert isinstance(self.site.output, ProjectedWrite)
+            y = write(y.unsqueeze(1), self.site.output.layout)
+        y = y.movedim(-1, self.axis)
+        for step in self.path:
+            y = step.apply(y, values)
+        return y
+
+
+def branches(module: GraphModule) -> Iterator[Branch]:
+    """The branches from the first rewritten site on, in the order of the graph.
+
+    Every rewritten site with a traced output projection is one, and every linear map whose own weight nothing else
+    reads and that ends a residual branch: a block's MLP, the attention of a site that was kept.
+    """
+    varying = _varying(module)
+    begun = False
+    for node in module.graph.nodes:
+        site = rewritten_site(module, node)
+        begun = begun or site is not None
+        if site is not None and isinstance(site.output, ProjectedWrite):
+            path, stream = _way_to_stream(node, varying)
+            yield Branch(node, path, stream, site.output.weight, site.output.bias, site)
+        elif begun and (tensors := _map_parameters(module, node)):
+            path, stream = _way_to_stream(node, varying)
+            if stream is not node:
+                axis = -1 if _operation(node) == "linear" else 1
+                yield Branch(node, path, stream, *tensors, None, axis)
+
+
+def _varying(module: GraphModule) -> set[Node]:
+    """The nodes that depend on an input of the graph."""
+    found: set[Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "placeholder" or any(operand in found for operand in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _map_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None] | None:
+    """The weight and bias of a linear node, where they are parameters that nothing else reads."""
+    if _operation(node) not in {"linear", "conv2d"}:
+        return None
+    parameters = [argument for argument in node.args[1:3] if argument is not None]
+    if not all(isinstance(p, Node) and p.op == "get_attr" and len(p.users) == 1 for p in parameters):
+        return None
+    tensors = [module.get_parameter(str(parameter.target)) for parameter in parameters]  # type: ignore[union-attr]
+    if _operation(node) == "conv2d" and not _one_pixel(node, tensors[0]):
+        return None
+    return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+
+def _one_pixel(node: Node, weight: Tensor) -> bool:
+    """Whether a convolution is a linear map of each pixel by itself."""
+    options = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False))
+    whole = options.get("padding", [0]) in ([0], [0, 0]) and options.get("stride", [1]) in ([1], [1, 1])
+    return list(weight.shape[2:]) == [1, 1] and whole and options.get("groups", 1) in (1,)
+
+
+def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], Node]:
+    """The steps from `node` to the addition that takes it into the stream; no steps and `node` where there is none."""
+    path: list[Step] = []
+    current = node
+    while len(current.users) == 1:
+        (following,) = current.users
+        operands = [operand for operand in following.all_input_nodes if operand is not current]
+        kind = _operation(following)
+        if list(following.args).count(current) != 1:
+            break
+        if kind == "add" and not following.kwargs and any(operand in varying for operand in operands):
+            return tuple(path), following
+        scales = kind == "mul" and not any(operand in varying for operand in operands)
+        if not (scales or (kind in _MOVES and following.args[0] is current)):
+            break
+        path.append(Step(following, current))
+        current = following
+    return (), node
+
+
+def _operation(node: Node) -> str:
+    """The name of the aten operation, without its overload; empty where the node calls none."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else ""

@@ -1,0 +1,206 @@
+"""The closed-form stage: forms, output projections and MLPs fitted to the teacher in network order, no gradients."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from attnrewrite.calibration.branches import Branch, branches
+from attnrewrite.calibration.importance import Importance, importance
+from attnrewrite.calibration.processes import Processes
+from attnrewrite.calibration.segments import Segments, rewritten_site, site_heads
+from attnrewrite.calibration.stage import Calibration, distance
+from attnrewrite.errors import CheckFailedError
+from attnrewrite.passes.site_module import SiteModule
+from attnrewrite.variants.base import Heads
+from attnrewrite.variants.parts.ridge import LeastSquares
+
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+CHOOSING_EVERY = 5
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A node of the student that is fitted: a site's form, the map that ends a residual branch, or both at once."""
+
+    node: Node
+    site: SiteModule | None
+    branch: Branch | None
+
+    @property
+    def name(self) -> str:
+        return self.site.site_id if self.site is not None else self.node.name
+
+    @property
+    def stream(self) -> Node:
+        return self.branch.stream if self.branch is not None else self.node
+
+    @property
+    def alone(self) -> bool:
+        """Whether no addition takes what is fitted here into a stream."""
+        return self.stream is self.node
+
+    def undo(self) -> Undo:
+        """What puts the point back to where it stands now."""
+        form = None if self.site is None else copy.deepcopy(self.site.form)
+        change = None if self.branch is None else self.branch.saved()
+
+        def restore() -> None:
+            if self.site is not None and form is not None:
+                self.site.form = form
+            if change is not None:
+                change()
+
+        return restore
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Site by site in network order: (a) where `forms`, the form refines its own constants, and its local branch, on
+    the teacher's activations; (b) the output projection, and (c) every later linear map that ends a residual branch, is
+    fitted by ridge regression to the residual target, teacher's stream minus student's, where each token counts as much
+    as the teacher's answer depends on it.
+
+    The ridge is relative to each column's energy (`ridge`, where there are too few batches to choose); with five
+    batches or more, every fifth chooses it, or no change at all. Statistics are float64; memory is one batch and them.
+    Where all points together end worse on the held-out images than nothing would have, the last ones are taken back
+    until they do not.
+    """
+
+    forms: bool = True
+    ridge: float = 1e-2
+    name: str = "fit"
+
+    def run(self, calibration: Calibration) -> tuple[str, ...]:
+        student = calibration.student
+        before = distance(calibration).loss
+        points = fit_points(student)
+        undo: list[Undo] = []
+        where = calibration.images, calibration.processes
+        weights = importance(calibration.teacher, *where)
+        with Segments(calibration.teacher, *where) as teacher, Segments(student, *where) as own:
+            for done, (point, following) in enumerate(zip_longest(points, points[1:])):
+                calibration.report(self.name, done, len(points))
+                for segments in (teacher, own):
+                    segments.advance(own.order[point.node])
+                undo.append(point.undo())
+                self._fit_point(point, following, teacher, own, weights)
+        calibration.report(self.name, len(points), len(points))
+        kept = _back_off(calibration, undo, before)
+        notes = tuple(_left_out(points))
+        if kept == len(points):
+            return notes
+        taken_back = ", ".join(point.name for point in points[kept:])
+        return (*notes, f"taken back, as the fit there made the output worse: {taken_back}")
+
+    def _fit_point(
+        self, point: Point, following: Point | None, teacher: Segments, student: Segments, weights: Importance
+    ) -> None:
+        name = point.node.name
+        try:
+            if self.forms and point.site is not None:
+                point.site.form.refine(lambda: teacher_heads(teacher, name))
+            cut = student.order[point.stream] + 1
+            cut = cut if following is None else min(cut, student.order[following.node])
+            teacher.advance(cut, keep=(teacher.node(point.stream.name),))
+            if point.branch is not None:
+                point.branch.change(self.residual_fit(point.branch, teacher, student, weights))
+        except torch.linalg.LinAlgError as error:
+            raise CheckFailedError(f"{self.name}: {point.name} has no solution ({error}); {_way_out(point)}") from error
+        check_finite(self.name, point)
+
+    def residual_fit(self, branch: Branch, teacher: Segments, student: Segments, weights: Importance) -> Tensor:
+        """The change of the branch's map, [columns, outputs]."""
+        parts = LeastSquares(), LeastSquares()
+        stream = teacher.node(branch.stream.name)
+        stop = student.order[branch.stream] + 1
+        pairs = zip(teacher.run(stop, {stream}), student.run(stop, {branch.stream, *branch.reads}), strict=True)
+        for (index, wanted), (_, values) in pairs:
+            residual = wanted[stream] - values[branch.stream]
+            counts = weights[branch.node.name][index]
+            parts[index % CHOOSING_EVERY == CHOOSING_EVERY - 1].add(*branch.samples(residual, values, counts))
+        fit, choosing = (_everyones(part, student.processes, branch) for part in parts)
+        if choosing.gram is None or choosing.moment is None:
+            return fit.solve(self.ridge)
+        changes = {ridge: fit.solve(ridge) for ridge in RIDGES}
+        best = min(RIDGES, key=lambda ridge: choosing.error(changes[ridge]))
+        if choosing.error(changes[best]) >= choosing.energy:
+            return torch.zeros_like(choosing.moment)
+        fit.add_statistics(choosing.gram, choosing.moment)
+        return fit.solve(best)
+
+
+def fit_points(student: GraphModule) -> list[Point]:
+    """Every point to fit, in the order of the graph."""
+    ends = {branch.node: branch for branch in branches(student)}
+    sites = {node: rewritten_site(student, node) for node in student.graph.nodes}
+    return [Point(node, site, ends.get(node)) for node, site in sites.items() if site is not None or node in ends]
+
+
+def _left_out(points: list[Point]) -> Iterator[str]:
+    """What could not be fitted, or not as it should, as sentences."""
+    sites = [(index, point) for index, point in enumerate(points) if point.site is not None]
+    loose = [point.name for _, point in sites if point.branch is None]
+    alone = [point.name for _, point in sites if point.branch is not None and point.alone]
+    bare = [point.name for index, point in sites if all(after.alone for after in points[index + 1 : index + 2])]
+    if loose:
+        yield f"only the form is fitted, as the output projection is not traced: {', '.join(loose)}"
+    if alone:
+        yield f"fitted to the teacher's own output, as no residual connection follows: {', '.join(alone)}"
+    if bare:
+        yield f"no linear map that ends a residual branch follows, so that none is fitted: {', '.join(bare)}"
+
+
+def teacher_heads(teacher: Segments, name: str) -> Iterator[Heads]:
+    """What softmax reads at the site called `name`, batch by batch, whichever process computes it."""
+    node = teacher.node(name)
+    site = rewritten_site(teacher.module, node)
+    assert site is not None, f"the teacher has no rewritten site {name}"
+    mine = teacher.run(teacher.order[node], node.all_input_nodes)
+    for index in range(teacher.count):
+        owner = index % teacher.processes.size
+        heads = site_heads(site, node, next(mine)[1]) if owner == teacher.processes.rank else None
+        yield teacher.processes.from_owner(heads, owner)
+
+
+def _everyones(part: LeastSquares, processes: Processes, branch: Branch) -> LeastSquares:
+    """The statistics of all processes together. One that saw no batch adds zeros; none at all stays empty."""
+    if processes.size == 1:
+        return part
+    outputs, inputs = branch.weight.shape
+    columns = inputs + (branch.bias is not None)
+    zeros = branch.weight.new_zeros(columns, columns, dtype=torch.float64)
+    gram = zeros if part.gram is None else part.gram.clone()
+    moment = zeros[:, :1].expand(-1, outputs).clone() if part.moment is None else part.moment.clone()
+    energy = torch.tensor([part.energy], dtype=torch.float64, device=gram.device)
+    processes.add_up(gram, moment, energy)
+    together = LeastSquares()
+    if bool(gram.any()):
+        together.add_statistics(gram, moment, float(energy))
+    return together
+
+
+def _back_off(calibration: Calibration, undo: list[Undo], before: float) -> int:
+    """Take fits back, from the last on, until the held-out loss is no more than `before`; how many are left."""
+    kept = len(undo)
+    while kept and not distance(calibration).loss <= before:
+        kept -= 1
+        undo[kept]()
+    return kept
+
+
+def check_finite(stage: str, point: Point) -> None:
+    tensors: list[Tensor] = [] if point.site is None else list(point.site.form.parameters())
+    tensors += [] if point.branch is None else [point.branch.weight]
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        raise CheckFailedError(f"{stage}: {point.name} came out as NaN or infinity; {_way_out(point)}")
+
+
+def _way_out(point: Point) -> str:
+    return f"keep it with --keep {point.name}" if point.site is not None else "calibrate with other images"

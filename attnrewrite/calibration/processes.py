@@ -1,0 +1,84 @@
+"""The processes that calibrate together: one, or those that torchrun started."""
+
+import atexit
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process is `rank` of `size`, and computes on `device`."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+
+    def add_up(self, *tensors: Tensor) -> None:
+        """Replace each tensor by its sum over the processes."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def from_owner(self, value: Any, owner: int) -> Any:
+        """The `value` that process `owner` gives: tensors of any kind, numbers, None."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=owner, device=torch.device(self.device))
+        return box[0]
+
+    def part(self, batch: Tensor) -> Tensor:
+        """This process' share of a batch."""
+        return batch if self.size == 1 else batch.tensor_split(self.size)[self.rank]
+
+    def autocast(self) -> torch.autocast:
+        """bfloat16 products on a GPU; float32 as ever on a CPU."""
+        return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.device != "cpu")
+
+
+def first_process() -> bool:
+    """Whether this process is the one that writes and prints: torchrun's first, or the only one."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def placed(device: str, *modules: GraphModule) -> Iterator[None]:
+    """While the block runs, the modules are on `device`, the tensors that their graphs make included."""
+    _place(device, modules)
+    try:
+        yield
+    finally:
+        _place("cpu", modules)
+
+
+def _place(device: str, modules: tuple[GraphModule, ...]) -> None:
+    for module in modules:
+        module.to(device)
+        made = [node for node in module.graph.nodes if "device" in node.kwargs]
+        for node in made:
+            node.update_kwarg("device", torch.device(device))
+        if made:
+            module.recompile()
+
+
+def joined_processes() -> Processes:
+    """The processes of torchrun (gloo on CPUs, nccl on GPUs), or this one alone; a GPU where there is one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+    if size == 1:
+        return Processes(device=device)
+    if device != "cpu":
+        torch.cuda.set_device(local)  # what nccl goes by
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device != "cpu" else "gloo")
+        atexit.register(dist.destroy_process_group)  # once: the same processes cannot meet a second time
+    return Processes(dist.get_rank(), dist.get_world_size(), device)

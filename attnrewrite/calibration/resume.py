@@ -1,0 +1,50 @@
+"""What an interrupted calibration leaves behind, so that the same command goes on from there to the same weights."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    """Checkpoints in `folder`, or none kept where it is None.
+
+    A checkpoint is only taken up by a stage that started from the very same weights with the very same options: another
+    command starts anew.
+    """
+
+    folder: Path | None = None
+
+    def save(self, name: str, key: str, content: dict[str, Any]) -> None:
+        """Write a checkpoint whole or not at all."""
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fresh = self._file(name).with_suffix(".tmp")
+        torch.save({"key": key, "content": content}, fresh)
+        os.replace(fresh, self._file(name))
+
+    def load(self, name: str, key: str) -> dict[str, Any] | None:
+        """The checkpoint that was saved under `name` with `key`, if there is one."""
+        if self.folder is None or not self._file(name).exists():
+            return None
+        saved = torch.load(self._file(name), weights_only=True)
+        return saved["content"] if saved["key"] == key else None
+
+    def _file(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{name.replace(' ', '-')}.pt"
+
+
+def resume_key(tensors: Iterable[Tensor], *options: object) -> str:
+    """A hash of weights and options: what a stage starts from."""
+    digest = hashlib.blake2b(repr(options).encode(), digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

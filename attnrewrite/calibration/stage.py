@@ -1,0 +1,127 @@
+"""What a stage of calibration is given, how far the student is from the teacher, and what is told of a stage."""
+
+import resource
+import sys
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from attnrewrite.calibration.processes import Processes
+from attnrewrite.calibration.resume import State
+from attnrewrite.images.pool import Pool
+from attnrewrite.progress import Progress
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The two models, the images, and where the work is done.
+
+    Nothing is ever fitted to the held-out images: they only measure, and choose what is kept.
+    """
+
+    teacher: GraphModule
+    student: GraphModule
+    images: Pool
+    held_out: Pool
+    seed: int = 0
+    progress: Progress | None = None
+    state: State = field(default_factory=State)
+    processes: Processes = field(default_factory=Processes)
+
+    @cached_property
+    def wanted(self) -> Tensor:
+        """The teacher's output on the held-out images."""
+        return self.held_out.outputs(self.teacher, self.processes.device)
+
+    def report(self, what: str, done: int, total: int) -> None:
+        if self.progress is not None and self.processes.rank == 0:
+            self.progress(what, done, total)
+
+
+class Stage(Protocol):
+    """One step of calibration, with its options as attributes."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, calibration: Calibration) -> tuple[str, ...]:
+        """Change the student in place; what is worth telling, as sentences.
+
+        Raises:
+            CheckFailedError: a fit or a loss is not finite; the message names the site.
+        """
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far the student's output is from the teacher's on the held-out images.
+
+    `error` is the squared difference over the teacher's energy around its mean. `kl` (nats an image) and `agreement`
+    (percent of images with the same highest logit) are None where the output is not [images, classes].
+    """
+
+    error: float
+    kl: float | None
+    agreement: float | None
+
+    @property
+    def loss(self) -> float:
+        """What stages are held to: the divergence of the logits, or the error where the output is no logits."""
+        return self.error if self.kl is None else self.kl
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What a stage did: its seconds, the distance on the held-out images before and after, the process's peak memory in
+    bytes so far, and remarks.
+    """
+
+    name: str
+    seconds: float
+    error_before: float
+    error_after: float
+    kl_before: float | None
+    kl_after: float | None
+    agreement_before: float | None
+    agreement_after: float | None
+    peak_memory: int
+    notes: tuple[str, ...] = ()
+
+
+def stage_report(
+    name: str, seconds: float, before: Distance, after: Distance, notes: tuple[str, ...] = ()
+) -> StageReport:
+    return StageReport(
+        name, seconds, before.error, after.error, before.kl, after.kl, before.agreement, after.agreement,
+        peak_memory(), notes,
+    )  # fmt: skip
+
+
+def distance(calibration: Calibration) -> Distance:
+    """How far the student is from the teacher on the held-out images."""
+    wanted = calibration.wanted
+    given = calibration.held_out.outputs(calibration.student, calibration.processes.device)
+    energy = (wanted - wanted.mean(0)).square().sum().clamp(min=torch.finfo(torch.float32).tiny)
+    error = float((given - wanted).square().sum() / energy)
+    if wanted.dim() != 2 or wanted.shape[1] < 2:
+        return Distance(error, None, None)
+    agreement = 100 * float((wanted.argmax(1) == given.argmax(1)).double().mean())
+    return Distance(error, divergence(wanted, given), agreement)
+
+
+def divergence(wanted: Tensor, given: Tensor) -> float:
+    """The Kullback-Leibler divergence of logits [images, classes], in nats an image."""
+    gap = wanted.log_softmax(1) - given.log_softmax(1)
+    return float((wanted.softmax(1) * gap).sum(1).mean())
+
+
+def peak_memory() -> int:
+    """The most memory this process has held, in bytes; on a GPU, the most that torch has held there."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,145 @@
+"""Gradient descent for the stages that distil: seeded batches, a learning rate that falls, and the best kept."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.calibration.processes import Processes
+from attnrewrite.calibration.resume import resume_key
+from attnrewrite.calibration.stage import Calibration, distance
+from attnrewrite.errors import CheckFailedError
+from attnrewrite.images.augment import mixed, moved
+
+WARM_UP = 0.1  # the share of the steps in which the learning rate rises
+LARGEST_GRADIENT = 1.0
+SAVE_EVERY = 20  # steps between checkpoints
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`steps` of Adam, a batch each; the learning rate rises to `rate` and falls to zero along a cosine."""
+
+    steps: int
+    rate: float
+
+    def rate_at(self, step: int) -> float:
+        rise = max(1, round(WARM_UP * self.steps))
+        if step < rise:
+            return self.rate * (step + 1) / rise
+        return self.rate * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
+
+
+Losses = Callable[[Tensor], Mapping[str, Tensor]]  # a batch of inputs -> losses to add up, by what they are of
+
+
+class Best:
+    """The tensors of the lowest held-out loss so far, the ones it started from included.
+
+    It looks every `every` steps; `waited` counts how often in a row there was none better, and `patience` is how often
+    there may be.
+    """
+
+    def __init__(self, calibration: Calibration, every: int, patience: int) -> None:
+        self.calibration, self.every, self.patience = calibration, every, patience
+        self.loss, self.step, self.waited = distance(calibration).loss, 0, 0
+        self.tensors = snapshot(calibration.student)
+
+    def goes_on(self, step: int, last: bool) -> bool:
+        """Look, where it is time to after `step` steps; whether to train on."""
+        if step % self.every and not last:
+            return True
+        self.waited += 1
+        loss = distance(self.calibration).loss
+        if loss < self.loss:
+            self.loss, self.step, self.waited = loss, step, 0
+            self.tensors = snapshot(self.calibration.student)
+        return self.waited <= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss": self.loss, "step": self.step, "waited": self.waited, "tensors": self.tensors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loss, self.step, self.waited = state["loss"], state["step"], state["waited"]
+        self.tensors = state["tensors"]
+
+
+def train(name: str, calibration: Calibration, losses: Losses, schedule: Schedule, best: Best | None = None) -> None:
+    """Minimise the sum of `losses` over the calibration images; with `best`, until that has waited enough.
+
+    `losses` gets this process' share of each batch; gradients are averaged. Every step draws its images from the seed
+    and its own number alone, so that a run goes on from a checkpoint as if it had never stopped.
+
+    Raises:
+        CheckFailedError: a loss is not finite: the message names which.
+    """
+    student = calibration.student
+    parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=schedule.rate)
+    parts: dict[str, Any] = {"student": student, "optimizer": optimizer} | ({"best": best} if best else {})
+    key = resume_key(student.state_dict().values(), name, schedule, calibration.seed, calibration.processes.size)
+    begin, goes_on = _resume(name, calibration, key, parts)
+    for step in range(begin, schedule.steps):
+        if not goes_on:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate_at(step)
+        with calibration.processes.autocast():
+            found = losses(calibration.processes.part(draw(calibration, step)).to(calibration.processes.device))
+        _check_finite(name, found)
+        optimizer.zero_grad()
+        torch.stack(list(found.values())).sum().backward()
+        _average_gradients(parameters, calibration.processes)
+        nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
+        optimizer.step()
+        done = step + 1
+        goes_on = best is None or best.goes_on(done, done == schedule.steps)
+        calibration.report(name, done, schedule.steps)
+        if done % SAVE_EVERY == 0 or done == schedule.steps or not goes_on:
+            state = {part: holder.state_dict() for part, holder in parts.items()}
+            if calibration.processes.rank == 0:
+                calibration.state.save(name, key, {"step": done, "goes_on": goes_on, **state})
+
+
+def _resume(name: str, calibration: Calibration, key: str, parts: Mapping[str, Any]) -> tuple[int, bool]:
+    """Take up the checkpoint of this very training, where there is one: the steps done, and whether to go on."""
+    processes = calibration.processes
+    found = processes.from_owner(calibration.state.load(name, key) if processes.rank == 0 else None, 0)
+    if found is None:
+        return 0, True
+    for part, holder in parts.items():
+        holder.load_state_dict(found[part])
+    return found["step"], found["goes_on"]
+
+
+def _average_gradients(parameters: Sequence[nn.Parameter], processes: Processes) -> None:
+    """The mean of every process' gradients, where there are several."""
+    if processes.size == 1:
+        return
+    used = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+    flat = torch.cat([gradient.flatten() for gradient in used]) / processes.size
+    processes.add_up(flat)
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.reshape(parameter.shape)
+
+
+def snapshot(student: nn.Module) -> dict[str, Tensor]:
+    """A copy of every tensor of the student."""
+    return {name: tensor.detach().clone() for name, tensor in student.state_dict().items()}
+
+
+def draw(calibration: Calibration, step: int) -> Tensor:
+    """The images of a step, mirrored, moved and mixed in pairs: the teacher answers for whatever it is shown."""
+    generator = torch.Generator().manual_seed(calibration.seed * 1_000_003 + step)
+    pool = calibration.images
+    images = pool.draw(torch.randint(len(pool.images), (pool.batch_size,), generator=generator))
+    return mixed(moved(images, generator), generator)
+
+
+def _check_finite(name: str, losses: Mapping[str, Tensor]) -> None:
+    for what, loss in losses.items():
+        if not bool(torch.isfinite(loss)):
+            raise CheckFailedError(f"{name}: the loss at {what} is NaN or infinite; use fewer steps or other images")

@@ -1,0 +1,297 @@
+"""The commands. Heavy imports are inside them, so that help and usage errors come at once."""
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attnrewrite.cli.app import app, command
+from attnrewrite.cli.explain import explain
+from attnrewrite.cli.images import SkipBad, read_images
+from attnrewrite.cli.options import BudgetOptions, ModelOptions, RunOptions
+from attnrewrite.cli.output import Outcome, bars, conversion_table, evaluation_table, table
+from attnrewrite.errors import InputError
+from attnrewrite.files import check_apart, check_free, staged
+
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="The model: see attnrewrite --help.", show_default=False)]
+Out = Annotated[Path, typer.Option(help="A folder to write, which must not exist yet.", show_default=False)]
+Force = Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")]
+
+
+@command("attnrewrite convert model.py:vit --checkpoint vit.pth --calibrate images/ --variant l1 --out out/vit")
+def convert(
+    source: Source,
+    out: Out,
+    model: ModelOptions,
+    budget: BudgetOptions,
+    run: RunOptions,
+    variant: Annotated[
+        str,
+        typer.Option(help="The attention to put in: see attnrewrite variants; or auto: the right one at each site."),
+    ] = "l1",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the variant; may be repeated.")
+    ] = None,
+    calibrate: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Images to repair the accuracy with: a folder or an .npz.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many of those images to use.")] = 1000,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the closed-form fit.")] = 0,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE", help="A site to leave as it is, or a pattern (decoder.*); may be repeated."),
+    ] = None,
+    skip_bad: SkipBad = False,
+    force: Force = False,
+) -> Outcome:
+    """Replace a model's attention, carry its weights over and, with --calibrate, repair the accuracy without labels.
+
+    Writes model.pt2, weights.safetensors, plan.json and report.json to the output folder. Interrupted, the same command
+    goes on with the distillation (--steps) where it was: what that needs waits in a hidden folder beside the output.
+
+    With --variant auto, each site gets the variant that the budget allows: --max-drop 0.5 bounds what is lost, and
+    --max-latency 0.7 --for host the time. What was measured is in report.json and, as a picture, in report.html.
+    """
+    from attnrewrite.selection.budget import requested
+
+    check_free(out, force=force)
+    check_apart(out, _paths(source, calibrate, model.checkpoint))
+    options = _key_values(option or [])
+    chosen = requested(variant, options, **asdict(budget), calibrated=calibrate is not None)
+    images = read_images(calibrate, skip_bad) if calibrate else None
+    api, loaded = _api(run), _load(source, model)
+    api.check_calibration(loaded, images, samples, steps, run.seed)
+    if run.dry_run:
+        return _planned(api.explain(loaded), chosen, keep or (), out)
+    state = out.with_name(f".{out.name}.calibration")
+    with bars() as progress:
+        conversion = api.convert(
+            loaded,
+            variant=variant,
+            options=options,
+            **asdict(budget),
+            calibration=images,
+            samples=samples,
+            steps=steps,
+            keep=keep or (),
+            seed=run.seed,
+            threads=run.threads,
+            state=state,
+            progress=progress,
+        )
+    conversion.save(out, force=force)
+    shutil.rmtree(state, ignore_errors=True)
+    return Outcome({**conversion.report, "out": str(out)}, conversion_table(conversion.report, out))
+
+
+@command("attnrewrite evaluate out/vit --data test.npz")
+def evaluate(
+    source: Source,
+    data: Annotated[str, typer.Option(help="A folder of images or an .npz with x and y.", show_default=False)],
+    model: ModelOptions,
+    run: RunOptions,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="So many images, drawn at random.", show_default="all")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Images in one pass.", show_default="128")] = None,
+    skip_bad: SkipBad = False,
+) -> Outcome:
+    """Measure top-1 accuracy and, for a converted model, how often it agrees with the original."""
+
+    images = read_images(data, skip_bad)
+    images = images.sample(samples, run.seed) if samples else images
+    api, loaded = _api(run), _load(source, model)
+    images.check(loaded.preprocessing, loaded.input_size)
+    if run.dry_run:
+        return _would(f"evaluate {source} on {len(images)} images", source=source, n=len(images))
+    with bars() as progress:
+        found = api.evaluate(loaded, images, batch_size=batch_size, progress=progress)
+    asked = asdict(list(found.values())[-1])
+    original = asdict(next(iter(found.values()))) if len(found) > 1 else None
+    return Outcome({**asked, "original": original}, evaluation_table(found))
+
+
+@command("attnrewrite lower out/vit --target arm-cpu --out out/arm")
+def lower(
+    source: Source,
+    target: Annotated[str, typer.Option(help="What to lower for: see attnrewrite targets.", show_default=False)],
+    out: Out,
+    model: ModelOptions,
+    run: RunOptions,
+    force: Force = False,
+) -> Outcome:
+    """Lower a model for a target and check the artifact against the model."""
+    from attnrewrite.targets.base import get_target
+
+    check_free(out, force=force)
+    check_apart(out, _paths(source, model.checkpoint))
+    get_target(target).require_build()
+    api, loaded = _api(run), _load(source, model)
+    if run.dry_run:
+        return _would(f"lower {source} for {target} to {out}", source=source, target=target, out=str(out))
+    artifact = api.lower(loaded, target, out, force=force, threads=run.threads)
+    data = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(artifact).items()}
+    return Outcome(data, f"{artifact.path}: {', '.join(artifact.files)} (checked: {artifact.check})")
+
+
+@command("attnrewrite compare out/vit --target host --target arm-cpu --data test.npz --out out/compared")
+def compare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="[NAME=]SOURCE...", help="The models, the original first.", show_default=False),
+    ],
+    target: Annotated[list[str], typer.Option(help="See attnrewrite targets; may be repeated.", show_default=False)],
+    out: Out,
+    model: ModelOptions,
+    run: RunOptions,
+    data: Annotated[str | None, typer.Option(help="Images, to compare the accuracy as well.")] = None,
+    skip_bad: SkipBad = False,
+    force: Force = False,
+) -> Outcome:
+    """Compare models on targets: latency where this machine can measure it, size, error and accuracy.
+
+    Writes report.json and report.html to the output folder.
+    """
+    from attnrewrite.targets.base import get_target
+
+    check_free(out, force=force)
+    check_apart(out, _paths(*_named(sources).values(), data, model.checkpoint))
+    for name in target:
+        get_target(name)
+    images = read_images(data, skip_bad) if data else None
+    api = _api(run)
+    named = _named(sources)
+    models = {
+        name: _load(source, _only_if_built(source, model, list(named.values()))) for name, source in named.items()
+    }
+    if images is not None:
+        for loaded in models.values():
+            images.check(loaded.preprocessing, loaded.input_size)
+    if run.dry_run:
+        return _would(f"compare {', '.join(models)} on {', '.join(target)}", models=list(models), targets=target)
+    with bars() as progress:
+        found = api.compare(models, targets=target, data=images, threads=run.threads, progress=progress)
+    with staged(out, force=force) as folder:
+        found.to_json(folder / "report.json")
+        found.to_html(folder / "report.html")
+    return Outcome(found.to_dict(), found.to_table(), note=f"written: {out / 'report.html'}")
+
+
+@command("attnrewrite variants --json")
+def variants(run: RunOptions) -> Outcome:
+    """List the attention variants and their options, those of other packages among them."""
+    from attnrewrite.variants.registry import option_values, unusable
+    from attnrewrite.variants.registry import variants as known
+
+    listed: list[dict[str, Any]] = [
+        {"name": name, "summary": kind.summary, "source": kind.source, "options": option_values(kind())}
+        for name, kind in known().items()
+    ]
+    rows = [
+        [each["name"], each["summary"], ", ".join(f"{k}={v}" for k, v in each["options"].items()), each["source"]]
+        for each in listed
+    ]
+    columns = dict.fromkeys(("variant", "what it is", "options and their defaults", "source"), "left")
+    return Outcome({"variants": listed, "unusable": unusable()}, table(None, columns, rows))
+
+
+@command("attnrewrite targets --json")
+def targets(run: RunOptions) -> Outcome:
+    """List the targets, and whether this machine can build and measure for each."""
+    from attnrewrite.targets.base import targets as known
+
+    listed: list[dict[str, Any]] = [
+        {"name": name, "summary": target.summary, **_able(target.availability())} for name, target in known().items()
+    ]
+    rows = [
+        [each["name"], each["summary"], *("yes" if each[k] is True else f"no: {each[k]}" for k in ("build", "measure"))]
+        for each in listed
+    ]
+    columns = dict.fromkeys(("target", "what it is", "builds here", "is measured here"), "left")
+    return Outcome({"targets": listed}, table(None, columns, rows))
+
+
+def _able(availability: Any) -> dict[str, bool | str]:
+    return {key: getattr(availability, key) or True for key in ("build", "measure")}
+
+
+def _api(run: RunOptions) -> Any:
+    """attnrewrite.api, with torch on the threads and the seed that were asked for."""
+    import torch
+
+    from attnrewrite import api
+
+    torch.manual_seed(run.seed)
+    if run.threads is not None:
+        torch.set_num_threads(run.threads)
+    return api
+
+
+def _load(source: str, model: ModelOptions) -> Any:
+    from attnrewrite.frontends.sources import load_source
+
+    return load_source(source, **asdict(model))
+
+
+def _only_if_built(source: str, model: ModelOptions, beside: Sequence[str]) -> ModelOptions:
+    """`model` for a source compared `beside` others: a saved one has its weights and size inside."""
+    saved = {each: Path(each).is_dir() or each.endswith(".pt2") for each in beside}
+    return replace(model, checkpoint=None, input_size=None) if saved[source] and not all(saved.values()) else model
+
+
+def _planned(scan: Any, variant: Any, keep: Sequence[str], out: Path) -> Outcome:
+    """What convert would do at each site."""
+    from attnrewrite.conversion.sites import fates_of, kept_sites
+
+    refusals = fates_of(scan, variant, kept_sites(scan, keep))
+    done = {site: variant.name if why is None else f"softmax: {why}" for site, why in refusals.items()}
+    matched = None in refusals.values()
+    return Outcome(
+        {"dry_run": True, "out": str(out), "sites": done},
+        table(
+            f"{scan.model}: nothing was written",
+            dict.fromkeys(("id", "name", "would be"), "left"),
+            [[site.id, site.name, done[site.id]] for site in scan],
+        ),
+        exit_code=0 if matched else 3,
+        note=None if matched else f"attnrewrite: nothing matched: {variant.name} would stand nowhere in {scan.model}",
+    )
+
+
+def _would(what: str, **data: Any) -> Outcome:
+    return Outcome({"dry_run": True, **data}, f"would {what}; nothing was done")
+
+
+def _key_values(pairs: Sequence[str]) -> dict[str, str]:
+    for pair in pairs:
+        if not re.match(r"\w[\w-]*=", pair):
+            raise InputError(f"--option {pair!r} is not KEY=VALUE, such as centred=false")
+    split = [(key.replace("-", "_"), value) for key, _, value in (pair.partition("=") for pair in pairs)]
+    for key, value in split:
+        if value != dict(split)[key]:
+            raise InputError(f"--option {key} is given as {value!r} and as {dict(split)[key]!r}: leave one of them out")
+    return dict(split)
+
+
+def _paths(*given: str | None) -> list[Path]:
+    """The files and folders among sources (without the factory or library they name), data and checkpoints."""
+    return [Path(re.sub(r"^hf:|(?<=\.py):\w*$", "", each)).expanduser() for each in given if each]
+
+
+def _named(sources: Sequence[str]) -> dict[str, str]:
+    """Models by name: the one before an = sign, or what the source is called."""
+    named: dict[str, str] = {}
+    for source in sources:
+        match = None if Path(source).exists() else re.match(r"([\w.+-]+)=(.+)", source)
+        name, spec = match.groups() if match else (re.split(r"[/:]", source.rstrip("/"))[-1], source)
+        if name in named:
+            raise InputError(f"two models are called {name!r}: name them, as in other={spec}")
+        named[name] = spec
+    return named
+
+
+__all__ = ["app", "explain"]

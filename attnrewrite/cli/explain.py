@@ -1,0 +1,180 @@
+"""The command that looks: the sites and near misses of a model as a table, as JSON, and as pages."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attnrewrite.cli.app import command
+from attnrewrite.cli.options import ModelOptions, RunOptions
+from attnrewrite.cli.output import Outcome, table
+from attnrewrite.errors import InputError
+from attnrewrite.files import check_free_file, write_file
+from attnrewrite.pages.render import check_pages
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
+
+    from attnrewrite.site import AttentionSite, Scan
+
+Supported = Mapping[str, Mapping[str, bool | str]]  # for each site id, for each variant: True, or why it cannot
+_INDENT = 6  # of what a terminal wraps
+
+
+@command("attnrewrite explain timm:vit_tiny_patch16_224 --graph graph.html")
+def explain(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="The model: see attnrewrite --help.", show_default=False)
+    ],
+    model: ModelOptions,
+    run: RunOptions,
+    graph: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the graph, its sites marked, as an HTML page.")
+    ] = None,
+    image: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A picture to run the model on, for --maps.")
+    ] = None,
+    maps: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lay what each site makes of --image over it, as an HTML page."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace pages that exist.")] = False,
+) -> Outcome:
+    """Find every attention site, and every softmax that almost is one, and say which variants can stand there.
+
+    With --image and --maps, a folder that convert wrote is shown beside the model it was made from.
+    """
+    _check_pages(graph, image, maps, force=force)
+    import torch
+
+    from attnrewrite import api
+
+    torch.manual_seed(run.seed)
+    if run.threads is not None:
+        torch.set_num_threads(run.threads)
+    view, scan = api.examine(source, **asdict(model))
+    supported = api.supported(scan)
+    nothing = f"attnrewrite: nothing matched: {scan.model} holds no attention that can be rewritten"
+    notes = [] if len(scan) else [nothing]
+    pages = {}  # written when all are made
+    if graph is not None:
+        from attnrewrite.pages.graph.page import graph_page
+
+        pages[graph] = graph_page(view, scan, supported)
+    if maps is not None and image is not None:
+        from attnrewrite.frontends.sources import load_source
+        from attnrewrite.pages.maps.image_maps import image_maps
+        from attnrewrite.pages.maps.page import maps_page
+
+        pages[maps] = maps_page(image_maps(load_source(source, **asdict(model)), image))
+    notes += [_written(page, text, run, force=force) for page, text in pages.items()]
+    shown = scan_table(scan, supported)
+    return Outcome(scan_data(scan, supported), shown, exit_code=0 if len(scan) else 3, note="; ".join(notes) or None)
+
+
+def _check_pages(graph: Path | None, image: Path | None, maps: Path | None, *, force: bool) -> None:
+    """Raise InputError, before any work, for pages that could not be made."""
+    if (image is None) != (maps is None):
+        raise InputError("--image FILE and --maps FILE belong together: the picture to read, and the page to write")
+    if image is not None:
+        from attnrewrite.images.decode import is_whole
+
+        if not is_whole(image):
+            raise InputError(f"--image {image} is not an image that can be read to its end: give another")
+    pages = [page for page in (graph, maps) if page is not None]
+    if len(pages) == 2 and graph == maps:
+        raise InputError(f"--graph and --maps are both {graph}: give each page a name of its own")
+    for page in pages:
+        check_free_file(page, force=force)
+        check_pages()
+
+
+def _written(out: Path, text: str, run: RunOptions, *, force: bool) -> str:
+    """Write a page unless this is a dry run; the note that says so."""
+    if run.dry_run:
+        return f"would write {out}; nothing was written"
+    write_file(out, text, force=force)
+    return f"written: {out}"
+
+
+def scan_data(scan: "Scan", supported: Supported) -> dict[str, Any]:
+    """A scan as `explain --json` prints it."""
+    told = ("id", "name", "kind", "axis", "heads", "head_dim", "n_queries", "n_keys", "windowed", "scale", "bias")
+    return {
+        "model": scan.model,
+        "frontend": scan.frontend,
+        "sites": [{key: getattr(site, key) for key in told} | {"supported": dict(supported[site.id])} for site in scan],
+        "near_misses": [{"anchor": m.anchor, "reason": m.reason, "detail": m.detail} for m in scan.near_misses],
+    }
+
+
+def scan_table(scan: "Scan", supported: Supported) -> "RenderableType":
+    """A line for each site and for each near miss, and under the sites what the variants say, each answer once."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from attnrewrite.pages.graph.shapes import counted
+
+    counts = f"{counted(len(scan), 'attention site')}, {counted(len(scan.near_misses), 'near miss')}"
+    title = Text.assemble((scan.model, "bold"), f": {counts}")
+    answers = list(dict.fromkeys(tuple(supported[site.id].items()) for site in scan))
+    windowed = any(site.windowed for site in scan)
+    rows = [_row(site, 1 + answers.index(tuple(supported[site.id].items())), windowed) for site in scan]
+    headings = ("id", "name", "kind", "heads", "tokens", *(("windows",) if windowed else ()), "bias", "variants")
+    columns = {heading: "right" if heading in ("heads", "tokens", "windows") else "left" for heading in headings}
+    parts: list[Any] = [title]
+    if rows:
+        parts += ["", table(None, columns, rows), "", *_answers(answers)]
+    if scan.near_misses:
+        parts += [Text("\nnear misses", style="bold"), *_misses(scan)]
+    if not rows and not scan.near_misses:
+        parts.append("its graph has no softmax and no attention operator")
+    return Group(*parts)
+
+
+def _row(site: "AttentionSite", answer: int, windowed: bool) -> list[str]:
+    kind = site.kind + (", over channels" if site.axis == "channel" else "")
+    windows = [str(site.windows) if site.windowed else ""] if windowed else []
+    heads, tokens = f"{site.heads}x{site.head_dim}", f"{site.n_queries}x{site.n_keys}"
+    return [site.id, site.name, kind, heads, tokens, *windows, site.bias, f"({answer})"]
+
+
+def _answers(answers: list[tuple[tuple[str, bool | str], ...]]) -> Iterator["RenderableType"]:
+    """Each answer's number, the variants that can stand there, and the others under their reason."""
+    from rich.text import Text
+
+    from attnrewrite.pages.graph.sites import by_reason
+
+    yield Text("variants", style="bold")
+    for number, answer in enumerate(answers, start=1):
+        able = ", ".join(name for name, said in answer if said is True) or "none"
+        yield Hanging(Text.assemble(f"({number}) ", ("can stand there: ", "green"), able))
+        for reason, names in by_reason(dict(answer)).items():
+            yield Hanging(Text.assemble("    ", ("cannot: ", "yellow"), f"{', '.join(names)} ({reason})"))
+
+
+def _misses(scan: "Scan") -> Iterator["RenderableType"]:
+    from rich.text import Text
+
+    for miss in scan.near_misses:
+        yield Hanging(Text.assemble((miss.name, "yellow"), f" ({miss.anchor}, {miss.reason}): {miss.detail}"))
+
+
+@dataclass(frozen=True)
+class Hanging:
+    """A line of text whose continuations are indented on a terminal; one line where the output is piped."""
+
+    text: "Text"
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> Iterator["RenderableType"]:
+        if console.soft_wrap:
+            yield self.text
+            return
+        first, *more = self.text.wrap(console, options.max_width - _INDENT)
+        yield first
+        for line in more:
+            line.pad_left(_INDENT)
+            yield line

@@ -1,0 +1,44 @@
+"""A converted model as ONNX: the file that it was read from, with only its sites changed, checked before it counts."""
+
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.errors import CheckFailedError, first_line
+from attnrewrite.frontends.onnx_file import open_sizes
+from attnrewrite.frontends.onnx_import.importer import TOLERANCE, difference
+from attnrewrite.passes.onnx.rewrite import OnnxRewrite
+from attnrewrite.patterns.onnx.files import read_model
+from attnrewrite.plan import Plan
+
+_MOST_BYTES = 1 << 30  # a protobuf ends at two gigabytes: larger weights go beside it
+
+
+def write_file(
+    source: Path, plan: Plan, module: nn.Module, inputs: tuple[Tensor, ...], size: tuple[int, ...] | None, out: Path
+) -> None:
+    """Write the file at `source`, rewritten by `plan`, to `out`: checked by onnx, and against `module` in onnxruntime.
+
+    Raises:
+        CheckFailedError: the rewritten file is not sound, or differs from `module`.
+    """
+    model = read_model(source)
+    result, _ = OnnxRewrite(plan, open_sizes(model, size)).apply(model)
+    large = (
+        sum(value.const_value.nbytes for value in result.graph.initializers.values() if value.const_value) > _MOST_BYTES
+    )
+    ir.save(result, out, external_data=f"{out.name}.data" if large else None)
+    try:
+        onnx.checker.check_model(out, full_check=True)
+    except Exception as error:  # onnx raises several kinds
+        raise CheckFailedError(f"{source}: onnx refuses the rewritten model: {first_line(error)}") from error
+    with torch.no_grad():
+        off = difference(result, module, inputs)
+    if not off <= TOLERANCE:
+        raise CheckFailedError(
+            f"{source}: the rewritten model differs from the torch module by {off:.2e} (allowed {TOLERANCE:.0e}); "
+            "nothing was written"
+        )

@@ -1,0 +1,91 @@
+"""Which sites of a model are converted, why the others are not, and what report.json says of each."""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attnrewrite.errors import NothingMatchedError, unknown_name
+from attnrewrite.selection.budget import Auto
+from attnrewrite.site import AttentionSite, Scan
+from attnrewrite.variants.base import Variant
+from attnrewrite.variants.registry import get_variant, option_values
+
+
+def fates_of(found: Scan, variant: Variant | Auto, kept: frozenset[str]) -> dict[str, str | None]:
+    """For each site, why it stays as it is, or None when it is converted (with auto: may be)."""
+    return {site.id: "kept on request" if site.id in kept else refusal(variant, site) for site in found.sites}
+
+
+def refusal(variant: Variant | Auto, site: AttentionSite) -> str | None:
+    """Why `variant`, or each of the candidates of `auto`, cannot stand at `site`; None when it can."""
+    if not isinstance(variant, Auto):
+        return variant.refuse(site)
+    if reason := get_variant("softmax").refuse(site):
+        return reason
+    reasons = [candidate.refuse(site) for candidate in variant.candidates]
+    return None if None in reasons else f"no candidate can stand there ({reasons[0]})"
+
+
+def kept_sites(found: Scan, keep: Sequence[str]) -> frozenset[str]:
+    """The ids of the sites to keep: each of `keep` is an id, a name, or a pattern of either (decoder.*).
+
+    Raises:
+        InputError: one of them is none of the sites.
+    """
+    ids_by_name = {site.id: site.id for site in found.sites} | {site.name: site.id for site in found.sites}
+    kept: set[str] = set()
+    for asked in keep:
+        names = [asked] if asked in ids_by_name else fnmatch.filter(ids_by_name, asked)
+        if not names:
+            raise unknown_name("site to keep", asked, ids_by_name)
+        kept |= {ids_by_name[name] for name in names}
+    return frozenset(kept)
+
+
+def require_some(
+    found: Scan, chosen: list[AttentionSite], variant: Variant | Auto, fates: Mapping[str, str | None]
+) -> None:
+    if chosen:
+        return
+    if not found.sites:
+        misses = (
+            "; ".join(f"{m.name}: {m.detail}" for m in found.near_misses[:5]) or "no softmax and no attention operator"
+        )
+        raise NothingMatchedError(f"{found.model} has no attention to rewrite ({misses}); see attnrewrite explain")
+    raise NothingMatchedError(
+        f"{variant.name} can stand at none of the {len(found)} sites of {found.model} ({_by_reason(fates)}): "
+        "choose another variant, or options of it that help (--option KEY=VALUE)"
+    )
+
+
+def _by_reason(fates: Mapping[str, str | None]) -> str:
+    """'site0, site2, ...: why; site1: why', each reason told once."""
+    sites_by_reason: dict[str, list[str]] = {}
+    for site, reason in fates.items():
+        sites_by_reason.setdefault(str(reason), []).append(site)
+    return "; ".join(
+        f"{', '.join(sites[:3])}{', ...' if len(sites) > 3 else ''}: {reason}"
+        for reason, sites in sites_by_reason.items()
+    )
+
+
+def site_report(
+    site: AttentionSite, fate: str | None, variant: Variant | None, identity: float | None, arithmetic: float | None
+) -> dict[str, Any]:
+    softmax = get_variant("softmax")
+    stands = variant or softmax
+    return {
+        "id": site.id,
+        "name": site.name,
+        "heads": site.heads,
+        "head_dim": site.head_dim,
+        "n_queries": site.n_queries,
+        "n_keys": site.n_keys,
+        "variant": stands.name,
+        "options": option_values(stands) if variant else {},
+        "note": f"stays as it is: {fate}" if variant is None else variant.note(site),
+        "multiplies": stands.multiplies(site),
+        "multiplies_softmax": softmax.multiplies(site),
+        "identity_error": identity,
+        "float64_error": arithmetic,
+    }

@@ -1,0 +1,120 @@
+"""Accuracy, and agreement with a reference: several models over the same batches, in one pass."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.images.dataset import Images
+from attnrewrite.images.preprocessing import Preprocessing, Size
+from attnrewrite.progress import Progress
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a model did on `n` images, against their labels and against a reference model.
+
+    `top1` is the percentage of images whose highest logit is at their label (None without labels), `agreement` the
+    percentage whose highest logit is where the reference's is, and `logit_mse` the mean of (logit - reference's)^2 over
+    images and classes (both None without a reference, and for the reference itself).
+    """
+
+    model: str
+    n: int
+    top1: float | None
+    agreement: float | None
+    logit_mse: float | None
+
+
+@torch.no_grad()
+def evaluate_modules(
+    modules: Mapping[str, nn.Module],
+    images: Images,
+    preprocessing: Preprocessing | None,
+    *,
+    input_size: Size | None = None,
+    reference: str | None = None,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Evaluation]:
+    """Run `modules` (in evaluation mode; the first of several outputs is the logits [b, classes]) over all images.
+
+    Image files are read at `input_size`; arrays and tensors have their own size and need none. Every pass is of exactly
+    `batch_size` images (None: 128, or all where there are fewer), the last one filled up, so that a model with a fixed
+    batch size can be evaluated with that one.
+
+    Raises:
+        InputError: the images do not fit, a label or a class folder has no logit, or the outputs are no logits.
+    """
+    if reference is not None and reference not in modules:
+        raise unknown_name("reference model", reference, modules)
+    input_size = input_size or images.x.size
+    if input_size is None:
+        raise InputError("image files are read at the model's input size: give --input-size, such as 3x224x224")
+    size = batch_size or min(128, len(images))
+    totals = {name: _Total() for name in modules}
+    done = 0
+    for pixels, labels in images.batches(preprocessing, size, input_size):
+        filled = torch.cat([pixels, pixels[-1:].expand(size - len(pixels), *pixels.shape[1:])])
+        logits = {name: _logits(name, module, filled)[: len(pixels)] for name, module in modules.items()}
+        for name, given in logits.items():
+            check_classes(name, given, labels, images)
+            totals[name].add(given, labels, None if reference in (None, name) else logits[reference])
+        done += len(pixels)
+        if progress is not None:
+            progress("evaluate", done, len(images))
+    return {
+        name: Evaluation(name, done, *total.means(images.y is not None, reference not in (None, name)))
+        for name, total in totals.items()
+    }
+
+
+class _Total:
+    """Running sums over the images of one model."""
+
+    def __init__(self) -> None:
+        self.images = self.right = self.agreed = 0
+        self.numbers, self.squares = 0, 0.0
+
+    def add(self, logits: Tensor, labels: Tensor | None, reference: Tensor | None) -> None:
+        best = logits.argmax(1)
+        self.images += len(logits)
+        if labels is not None:
+            self.right += int((best == labels).sum())
+        if reference is not None:
+            self.agreed += int((best == reference.argmax(1)).sum())
+            self.squares += float((logits.double() - reference.double()).square().sum())
+            self.numbers += logits.numel()
+
+    def means(self, labelled: bool, compared: bool) -> tuple[float | None, float | None, float | None]:
+        return (
+            100 * self.right / self.images if labelled else None,
+            100 * self.agreed / self.images if compared else None,
+            self.squares / self.numbers if compared else None,
+        )
+
+
+def _logits(name: str, module: nn.Module, pixels: Tensor) -> Tensor:
+    output = module(pixels)
+    logits = output[0] if isinstance(output, tuple | list) else output
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise InputError(
+            f"{name} is not a classifier: its output is {shape}, and [images, classes] is needed to evaluate it"
+        )
+    return logits
+
+
+def check_classes(name: str, logits: Tensor, labels: Tensor | None, images: Images) -> None:
+    count = logits.shape[1]
+    if images.classes and len(images.classes) != count:
+        raise InputError(
+            f"{name} has {count} classes and the data {len(images.classes)} class folders, so that the labels (folders "
+            "in order) would be wrong: add empty folders for the classes that are absent, or give an .npz with y"
+        )
+    if labels is not None and int(labels.max()) >= count:
+        raise InputError(
+            f"{name} has {count} classes and the data a label {int(labels.max())}: is it the model's own data?"
+        )

@@ -1,0 +1,177 @@
+"""Models against each other on every target: quality once per model, then one row per (model, target, runtime).
+
+Whatever can run on this machine is timed in turns in one run, so that a machine that slows down slows all of them; the
+rest is built and checked where that can be done, and says why it was not measured.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnrewrite.errors import AttnRewriteError, InputError
+from attnrewrite.evaluation.accuracy import Evaluation, evaluate_modules
+from attnrewrite.evaluation.latency import Latency, environment, measure
+from attnrewrite.evaluation.records import Comparison, Quantiles, Row
+from attnrewrite.images.dataset import Images
+from attnrewrite.images.preprocessing import Preprocessing
+from attnrewrite.progress import Progress
+from attnrewrite.targets.base import Artifact, Run, Target, get_target
+
+
+@dataclass(frozen=True)
+class CompareModel:
+    """A model to compare, in evaluation mode. The batch of `example_inputs` is what one call is timed with.
+
+    Each of `sites` has id, name, variant, heads, head_dim, n_queries, n_keys and note. `fixed_batch` is the only batch
+    size that the module takes, or None.
+    """
+
+    name: str
+    module: nn.Module
+    example_inputs: tuple[Tensor, ...]
+    preprocessing: Preprocessing | None = None
+    sites: tuple[dict[str, Any], ...] = ()
+    fixed_batch: int | None = None
+
+
+def compare_models(
+    models: Mapping[str, CompareModel],
+    targets: Sequence[str],
+    images: Images | None = None,
+    *,
+    threads: int = 1,
+    repeats: int = 30,
+    budget_s: float | None = 120.0,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare `models` on `targets`; the first is what the others are held against.
+
+    `images` gives top-1 (where they are labelled) and agreement with the first model; `budget_s` ends the timing early
+    where calls are slow. A model that a target cannot take is a row that says so, not an error.
+
+    Raises:
+        InputError: no model, an unknown target, or models that cannot be given the same images.
+    """
+    if not models:
+        raise InputError("there is nothing to compare: give a model, or several")
+    chosen = [get_target(name) for name in dict.fromkeys(targets)]
+    qualities = {} if images is None else evaluated(models, images, progress)
+    pairs = [(name, target) for name in models for target in chosen]
+    runs: list[tuple[str, Target, Run]] = []
+    for done, (name, target) in enumerate(pairs, 1):
+        runs += [(name, target, run) for run in prepared(models[name], target, threads)]
+        if progress is not None:
+            progress("build", done, len(pairs))
+    latencies = timed([run for _, _, run in runs], repeats, budget_s, progress)
+    costs = {name: cost(model) for name, model in models.items()}
+    rows = tuple(
+        _row(models[name], target, run, latency, qualities.get(name), costs[name])
+        for (name, target, run), latency in zip(runs, latencies, strict=True)
+    )
+    return Comparison(environment(threads), rows)
+
+
+def evaluated(
+    models: Mapping[str, CompareModel], images: Images, progress: Progress | None = None
+) -> dict[str, Evaluation]:
+    """Top-1 and agreement with the first model, over the same batches."""
+    first, *others = models.values()
+    for model in others:
+        if model.preprocessing != first.preprocessing:
+            raise InputError(
+                f"{first.name} and {model.name} prepare their images differently: give --mean and --std, for both"
+            )
+    fixed = {model.fixed_batch for model in models.values() if model.fixed_batch is not None}
+    if len(fixed) > 1:
+        raise InputError(f"the models take batches of {sorted(fixed)} images only: export them for the same batch")
+    return evaluate_modules(
+        {name: model.module for name, model in models.items()},
+        images,
+        first.preprocessing,
+        input_size=_size(first),
+        reference=next(iter(models)) if others else None,
+        batch_size=next(iter(fixed), None),
+        progress=progress,
+    )
+
+
+def prepared(model: CompareModel, target: Target, threads: int) -> tuple[Run, ...]:
+    """The model in every runtime of `target`.
+
+    What this machine cannot run but can build is built and checked: its size and error are known, its time is not.
+    """
+    try:
+        runs = target.runs(model.name, model.module, model.example_inputs, threads=threads)
+        if target.availability().measure is None:
+            return runs
+        built = _built(model, target, threads)
+    except AttnRewriteError as error:
+        return (Run("–", None, None, None, str(error)),)
+    note = "; ".join((f"checked: {built.check}", f"schedule: {built.schedule}", *built.notes))
+    return tuple(
+        replace(run, max_abs_error=built.max_abs_error, size_bytes=built.size_bytes, note=note) for run in runs
+    )
+
+
+def _built(model: CompareModel, target: Target, threads: int) -> Artifact:
+    with tempfile.TemporaryDirectory() as folder:
+        return target.lower(model.name, model.module, model.example_inputs, Path(folder), threads=threads)
+
+
+def timed(
+    runs: Sequence[Run], repeats: int, budget_s: float | None, progress: Progress | None = None
+) -> list[Latency | None]:
+    """The latency of every run that has a call, all in one interleaved measurement; None for the others."""
+    calls = {str(index): run.call for index, run in enumerate(runs) if run.call is not None}
+    rounds = None if progress is None else lambda done, total: progress("measure", done, total)
+    latencies = measure(calls, repeats=repeats, budget_s=budget_s, progress=rounds) if calls else {}
+    return [latencies.get(str(index)) for index in range(len(runs))]
+
+
+@torch.no_grad()
+def cost(model: CompareModel) -> tuple[int, int]:
+    """Parameters, and multiply-adds for one image: what torch counts of its matrix products and convolutions."""
+    # Written out as products, attention is counted whatever kernel this machine would take.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.module(*model.example_inputs)
+    params = sum(parameter.numel() for parameter in model.module.parameters())
+    return params, counter.get_total_flops() // 2 // len(model.example_inputs[0])
+
+
+def _row(
+    model: CompareModel,
+    target: Target,
+    run: Run,
+    latency: Latency | None,
+    quality: Evaluation | None,
+    cost: tuple[int, int],
+) -> Row:
+    params, macs = cost
+    return Row(
+        model=model.name,
+        target=target.name,
+        runtime=run.runtime,
+        status="unavailable" if latency is None else "measured",
+        latency_ms=None if latency is None else Quantiles(latency.p50_ms, latency.p90_ms),
+        instructions=None,
+        top1=quality.top1 if quality else None,
+        agreement=quality.agreement if quality else None,
+        size_bytes=run.size_bytes,
+        params=params,
+        macs=macs,
+        max_abs_error=run.max_abs_error,
+        sites=model.sites,
+        note="; ".join(filter(None, (run.reason, run.note))),
+    )
+
+
+def _size(model: CompareModel) -> tuple[int, int, int]:
+    channels, height, width = model.example_inputs[0].shape[1:]
+    return channels, height, width

@@ -1,0 +1,97 @@
+"""What a comparison found, as data: rows, where they were measured, and the JSON that `compare --json` prints."""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from attnrewrite.files import write_file
+
+Status = Literal["measured", "estimated", "unavailable"]
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Milliseconds for one call: the median, and what nine calls in ten stay below."""
+
+    p50: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model in one runtime of one target.
+
+    `latency_ms` is a time of this machine's clock and stands only where `status` is "measured"; `instructions` a count
+    of an emulator. `top1` and `agreement` (with the first model) are percentages, `macs` multiply-adds for one image,
+    `max_abs_error` the distance to the module's own outputs. None: not known. `note` says why, and what to know.
+    """
+
+    model: str
+    target: str
+    runtime: str
+    status: Status
+    latency_ms: Quantiles | None
+    instructions: int | None
+    top1: float | None
+    agreement: float | None
+    size_bytes: int | None
+    params: int
+    macs: int
+    max_abs_error: float | None
+    sites: tuple[dict[str, Any], ...]
+    note: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One row per (model, target, runtime), and where they were measured. The first model is the others' reference."""
+
+    environment: dict[str, Any]
+    rows: tuple[Row, ...]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.model for row in self.rows))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Every note once: tables give its number."""
+        return tuple(dict.fromkeys(row.note for row in self.rows if row.note))
+
+    def of(self, model: str) -> tuple[Row, ...]:
+        """The rows of one model."""
+        return tuple(row for row in self.rows if row.model == model)
+
+    def latency_ratio(self, row: Row) -> float | None:
+        """The row's median over the first model's in the same runtime; None where either was not measured."""
+        for other in self.of(self.models[0]):
+            if (other.target, other.runtime) == (row.target, row.runtime) and row.latency_ms and other.latency_ms:
+                return row.latency_ms.p50 / other.latency_ms.p50
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `compare --json` prints: plain data, NaN and infinities as null."""
+        return {"environment": _plain(self.environment), "rows": [_plain(asdict(row)) for row in self.rows]}
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The same as text, written to `path` as well where one is given."""
+        text = json.dumps(self.to_dict(), indent=2)
+        if path is not None:
+            write_file(Path(path), text + "\n", force=True)
+        return text
+
+
+def _plain(value: Any) -> Any:
+    """Data that JSON can hold."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    return str(value)

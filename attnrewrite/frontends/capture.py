@@ -1,0 +1,176 @@
+"""From a model to the graph that is rewritten: torch.export, functionalised, batch left open where possible."""
+
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from attnrewrite.errors import InputError, first_line
+from attnrewrite.passes.copying import quiet_copying
+from attnrewrite.passes.fx.einsum import einsum_as_product
+from attnrewrite.patterns.fx.normalise import KNOWN, operator_name
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as a graph. `fixed_batch` is None when the batch size is open, else the only one that it takes.
+
+    `exact` is False where the model's control flow follows its data: the graph is then what ran on the example, which
+    can be read but stands for no other input.
+    """
+
+    name: str
+    module: GraphModule
+    example_inputs: tuple[Tensor, ...]
+    fixed_batch: int | None
+    note: str | None = None
+    exact: bool = True
+
+
+def _decompositions() -> dict:
+    """einsum and baddbmm are spelled as the matrix products they are; everything else stays as written."""
+    added = torch.ops.aten.baddbmm.default
+    return {torch.ops.aten.einsum.default: einsum_as_product, **torch._decomp.get_decompositions([added])}
+
+
+def _doubled(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Inputs with a batch of at least two: a batch of one would be baked into the graph."""
+    return tuple(t.expand(2, *t.shape[1:]).clone() if t.dim() and t.shape[0] == 1 else t for t in inputs)
+
+
+def open_batch(inputs: tuple[Tensor, ...]) -> tuple[dict[int, object], ...]:
+    return tuple({0: Dim.AUTO} if tensor.dim() else {} for tensor in inputs)
+
+
+def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgram, str | None]:
+    """Export with an open batch where torch can, else with the batch of `inputs`; and why not, in one line.
+
+    Raises:
+        InputError: torch.export cannot capture the module at all.
+    """
+    doubled = _doubled(inputs)
+    with torch.no_grad(), _without_torch_logs():
+        try:
+            program = torch.export.export(module, doubled, dynamic_shapes=open_batch(doubled))
+            if has_open_batch(program):
+                return program, None
+            note = "the model fixes its batch size"
+        except Exception as error:  # torch.export raises many kinds
+            note = first_line(error)
+        try:
+            return torch.export.export(module, inputs), note
+        except Exception as error:
+            raise InputError(
+                f"{type(module).__name__} cannot be captured by torch.export: {first_line(error)}; "
+                "give a model whose forward takes tensors and has no data-dependent Python control flow"
+            ) from error
+
+
+def has_open_batch(program: ExportedProgram) -> bool:
+    """Whether the program takes any batch size: torch.export settles for one where the model's code does."""
+    names = set(program.graph_signature.user_inputs)
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    return any(is_open(size) for value in values if isinstance(value, Tensor) for size in value.shape)
+
+
+def is_open(size: int | torch.SymInt) -> bool:
+    """Whether a length is left open: torch.export also writes lengths that it has settled as symbols."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple[Tensor, ...]) -> Captured:
+    """The functional graph of a model in evaluation mode, its parameters as attributes.
+
+    Raises:
+        InputError: the model can neither be exported nor traced on its example inputs.
+    """
+    if isinstance(model, ExportedProgram):
+        program, note = model, None
+    else:
+        try:
+            program, note = export(model.eval(), example_inputs)
+        except InputError as refusal:
+            return _traced_on_example(name, model, example_inputs, refusal)
+    with torch.no_grad(), quiet_copying():
+        if not _is_plain(program):
+            program = program.run_decompositions(_decompositions())
+        module = program.module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    _remove_dropout(module)
+    _remove_assertions(module)
+    inputs = [
+        n.meta["val"] for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
+    ]
+    any_batch = any(is_open(size) for tensor in inputs for size in tensor.shape)
+    fixed = None if any_batch else (int(inputs[0].shape[0]) if inputs and inputs[0].dim() else 1)
+    if fixed is not None and note is None:
+        note = "the exported program has a fixed batch size"
+    return Captured(name, module, example_inputs, fixed, note)
+
+
+def _is_plain(program: ExportedProgram) -> bool:
+    """Whether every operation is one that the matcher knows as it is: no mutation, no einsum, no subgraph."""
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    return all(_is_known(node) for node in calls if isinstance(node.target, torch._ops.OperatorBase))
+
+
+def _is_known(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return False
+    makes = not any(isinstance(operand.meta.get("val"), Tensor) for operand in node.all_input_nodes)
+    return makes or operator_name(node) in KNOWN or operator_name(node).startswith("_assert")
+
+
+def _remove_dropout(module: GraphModule) -> None:
+    """Dropout does nothing in evaluation mode; what follows is then seen to follow."""
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.dropout.default and not node.args[2]:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+
+
+@contextmanager
+def _without_torch_logs() -> Iterator[None]:
+    """torch.export logs and prints whole graphs before it raises; the error alone is told."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _traced_on_example(name: str, model: nn.Module, inputs: tuple[Tensor, ...], refusal: InputError) -> Captured:
+    """The operations that ran on the example: all that can be had of a model whose control flow follows its data."""
+    try:
+        with torch.no_grad():
+            run = torch.func.functionalize(lambda *args: model(*args), remove="mutations")
+            module = make_fx(run, _decompositions(), record_module_stack=True)(*inputs)
+    except Exception as error:
+        raise refusal from error
+    names = {id(tensor): path for path, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            tensor = getattr(module, str(node.target))
+            node.meta.setdefault("val", tensor)
+            node.meta["parameter"] = names.get(id(tensor), str(node.target))
+    _remove_assertions(module)
+    return Captured(name, module, inputs, int(inputs[0].shape[0]), str(refusal), exact=False)
+
+
+def _remove_assertions(module: GraphModule) -> None:
+    """Drop the metadata assertions that export leaves between the operations: they compute nothing."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and str(node.target).startswith("aten._assert") and not node.users:
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()

@@ -1,0 +1,4 @@
+"""ONNX to FX: one torch call for each ONNX node, so that an ONNX model can be calibrated and lowered like any other.
+
+It knows the operators of ONNX and their opsets. It does not know attention: sites are found in the graph it makes.
+"""

@@ -1,0 +1,220 @@
+"""ONNX -> FX: an ONNX model as a torch module, so that it can be calibrated, and reach targets that read no ONNX.
+
+Constants are folded first, and what exporters compute of shapes with them: a reshape becomes its sizes, the batch left
+open. Every operator that is translated is in `arithmetic`, `movement` and `layers`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from attnrewrite.errors import CheckFailedError, InputError, first_line
+from attnrewrite.frontends.onnx_import.arithmetic import OPERATORS
+from attnrewrite.frontends.onnx_import.call import Call, Translation, torch_dtype
+from attnrewrite.frontends.onnx_import.layers import LAYERS
+from attnrewrite.frontends.onnx_import.movement import MOVES
+from attnrewrite.passes.verify import relative_error
+from attnrewrite.patterns.onnx.graph import OnnxGraph
+from attnrewrite.patterns.onnx.operators import SHAPE_ONLY
+from attnrewrite.patterns.onnx.recognise import attribute_name
+from attnrewrite.patterns.onnx.sizes import real_inputs
+
+TOLERANCE = 1e-4
+TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS
+
+
+def import_model(
+    model: ir.Model, input_sizes: Mapping[str, tuple[int, ...]] | None = None
+) -> tuple[GraphModule, tuple[Tensor, ...]]:
+    """`model` as a torch module, and inputs that it runs on; checked against onnxruntime on these.
+
+    Parameters are named by `attribute_name` of the initialisers. `input_sizes` gives what the inputs leave open beyond
+    the batch, by input name.
+
+    Raises:
+        InputError: an operator is not translated (named, with its node and opset), or onnxruntime is not installed.
+        CheckFailedError: the module differs from onnxruntime by more than TOLERANCE.
+    """
+    graph = OnnxGraph(model, input_sizes)
+    module = _Importer(graph).run()
+    inputs = example_inputs(graph)
+    error = difference(model, module, inputs)
+    if not error <= TOLERANCE:
+        raise CheckFailedError(
+            f"the imported model differs from onnxruntime by {error:.2e} (allowed {TOLERANCE:.0e}); please report it"
+        )
+    return module, inputs
+
+
+def example_inputs(graph: OnnxGraph) -> tuple[Tensor, ...]:
+    """Random inputs of the graph's sizes: normal numbers, or whole ones from 0 to 255."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for value in real_inputs(graph.prepared.model.graph):
+        size = graph.shape(str(value.name))
+        dtype = torch_dtype(graph.dtype(str(value.name)))
+        if dtype.is_floating_point:
+            found.append(torch.randn(size, generator=generator, dtype=torch.float32).to(dtype))
+        else:
+            top = 2 if dtype == torch.bool else 256 if dtype == torch.uint8 else 128
+            found.append(torch.randint(0, top, size, generator=generator).to(dtype))
+    return tuple(found)
+
+
+def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -> float:
+    """The largest difference between a torch module and the model in onnxruntime, over the largest value."""
+    import tempfile
+    from pathlib import Path
+
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise InputError("onnxruntime is not installed (pip install 'attnrewrite[onnx]')") from error
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        ir.save(model, path, external_data="model.data", format="protobuf")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3
+        try:
+            session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            names = [value.name for value in session.get_inputs()]
+            wanted = session.run(None, {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)})
+        except Exception as error:  # onnxruntime raises many kinds
+            line = first_line(error)
+            raise InputError(f"onnxruntime does not run the model: {line}") from error
+    with torch.no_grad():
+        found = module(*inputs)
+    pairs = zip(found if isinstance(found, tuple) else (found,), wanted, strict=True)
+    return max(relative_error(mine, torch.from_numpy(np.asarray(theirs))) for mine, theirs in pairs)
+
+
+class _Importer:
+    """Translates the nodes of a view, in order, into one FX graph."""
+
+    def __init__(self, view: OnnxGraph) -> None:
+        self.view = view
+        self.graph = Graph()
+        self.root = nn.Module()
+        self._made: dict[str, Node] = {}
+        self._batch: Node | None = None
+        self._projected: set[str] = set()
+
+    def run(self) -> GraphModule:
+        model = self.view.prepared.model
+        for place, value in enumerate(real_inputs(model.graph)):
+            self._made[str(value.name)] = self.graph.placeholder(f"input_{place}")
+        self._size_of_batch()
+        for node in model.graph:
+            if not self._folds(node):
+                self._translate(node)
+        results = tuple(self.operand(str(value.name), None) for value in model.graph.outputs)
+        self.graph.output(results[0] if len(results) == 1 else results)
+        module = GraphModule(self.root, self.graph)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        return module.eval()
+
+    def operand(self, name: str, call: Call | None) -> Node:
+        if name not in self._made:
+            if call is not None and name in self.view.prepared.varying:
+                raise call.unsupported(f"it computes with the batch size as a number ({name!r})")
+            self._made[name] = self._stored(name)
+        return self._made[name]
+
+    def size(self, name: str) -> list[Any]:
+        axes = self.view.batch_axes(name)
+        return [self._multiple(length) if axis in axes else length for axis, length in enumerate(self.view.shape(name))]
+
+    def _multiple(self, length: int) -> Any:
+        times = length // self.view.batch
+        assert self._batch is not None
+        return self._batch if times == 1 else self.graph.call_function(_times, (self._batch, times))
+
+    def _size_of_batch(self) -> None:
+        for name, node in list(self._made.items()):
+            if 0 in self.view.batch_axes(name):
+                self._batch = self.graph.call_function(torch.ops.aten.sym_size.int, (node, 0))
+                return
+
+    def _folds(self, node: ir.Node) -> bool:
+        """Whether what a node makes is stored: constants of any batch. What is projected from constants stays, as
+        the queries of a decoder do: a site is the same in both frontends."""
+        names = [str(value.name) for value in node.outputs if value.name]
+        self._projected.update(names if node.op_type in _PROJECTS else ())
+        reads = () if node.op_type in SHAPE_ONLY else node.inputs
+        if any(operand is not None and operand.name in self._projected for operand in reads):
+            self._projected.update(names)
+        return all(
+            self.view.is_constant(name) and not self.view.batch_axes(name) and name not in self._projected
+            for name in names
+        )
+
+    def _linear(self, call: Call) -> Node | None:
+        """A product with a weight as the linear map it was, with the bias that is added right after."""
+        value = str(call.node.outputs[0].name)
+        part = self.view.biased(value)
+        operation = self.view.operation(part.linear if part is not None else value)
+        if operation.kind != "linear":
+            return None
+        tokens, weight, *biases = (self.operand(name, call) for name in operation.inputs)
+        if operation.attributes["transposed"]:
+            weight = call.emit(torch.permute, weight, [1, 0])
+        bias = call.emit(torch.reshape, biases[0], [-1]) if biases else None
+        made = call.emit(nn.functional.linear, tokens, weight, bias)
+        if part is None or self.view.shape(part.product) == call.result():
+            return made
+        size = call.size()
+        open_axes = [axis for axis, length in enumerate(size) if isinstance(length, Node)]
+        if len(open_axes) == 1:
+            size[open_axes[0]] = -1
+        return call.emit(torch.reshape, made, size)
+
+    def _stored(self, name: str) -> Node:
+        """A constant as a parameter or a buffer of the module."""
+        own = attribute_name(name)
+        array = self.view.constant(name)
+        tensor = torch.from_numpy(np.array(array, copy=True))
+        wanted = torch_dtype(self.view.dtype(name))
+        tensor = tensor.to(wanted) if tensor.dtype != wanted else tensor
+        if tensor.is_floating_point() and tensor.dim():
+            self.root.register_parameter(own, nn.Parameter(tensor))
+        else:
+            self.root.register_buffer(own, tensor)
+        return self._attribute(own)
+
+    def buffer(self, array: np.ndarray, name: str) -> Node:
+        """Numbers that a translation needs, as a buffer of the module."""
+        own = attribute_name(name)
+        self.root.register_buffer(own, torch.from_numpy(array))
+        return self._attribute(own)
+
+    def _attribute(self, name: str) -> Node:
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            return self.graph.get_attr(name)
+
+    def _translate(self, node: ir.Node) -> None:
+        call = Call(self, node)
+        known = node.domain in ("", "ai.onnx", "attnrewrite", "com.microsoft")
+        translation = TRANSLATIONS.get(node.op_type) if known else None
+        if translation is None:
+            raise call.unsupported("no translation is known")
+        for value in node.outputs:
+            if value.name and not self.view.is_sized(value.name):
+                raise call.unsupported("the size of its result depends on the data")
+        made = self._linear(call) or translation(call)
+        for place, value in enumerate(node.outputs):
+            if value.name and (place == 0 or isinstance(made, list | tuple)):
+                self._made[value.name] = made[place] if isinstance(made, list | tuple) else made
+
+
+_PROJECTS = frozenset({"MatMul", "Gemm", "Softmax"})
+
+
+def _times(size: int, times: int) -> int:
+    return size * times

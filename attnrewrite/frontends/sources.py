@@ -1,0 +1,302 @@
+"""What a model can be given as, and how each becomes a module or an exported program with inputs to run it on.
+
+an nn.Module, an ExportedProgram, model.pt2, model.onnx, a converted folder, path/file.py:factory,
+timm:NAME, torchvision:NAME, hf:FOLDER or hf:NAME
+"""
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from attnrewrite.errors import InputError, first_line, unknown_name
+from attnrewrite.files import check_file
+from attnrewrite.frontends.checkpoints import SUFFIXES, load_checkpoint, read_program
+from attnrewrite.frontends.factories import call_factory
+from attnrewrite.frontends.libraries import LIBRARIES, PRETRAINED, build
+from attnrewrite.images.preprocessing import (
+    Preprocessing,
+    Size,
+    as_taken,
+    format_size,
+    image_size,
+    override,
+    parse_size,
+)
+from attnrewrite.patterns.graph import GraphView
+from attnrewrite.site import Scan
+
+__all__ = ["Origin", "Preprocessing", "Source", "load_source"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model came from, as JSON-able values: what `load_source` needs to load it again."""
+
+    spec: str
+    checkpoint: str | None = None
+    input_size: tuple[int, int, int] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    crop: float = 1.0
+    interpolation: str = "bicubic"
+
+    @property
+    def preprocessing(self) -> Preprocessing | None:
+        if self.mean is None or self.std is None:
+            return None
+        return Preprocessing(self.mean, self.std, self.crop, self.interpolation)
+
+    def load(self) -> "Source":
+        """The model again, with the same weights. Raises InputError where it is no longer there."""
+        source = load_source(self.spec, checkpoint=self.checkpoint, input_size=self.input_size)
+        return replace(source, preprocessing=as_taken(self.preprocessing, source.example_inputs[0]))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that was loaded: a module in evaluation mode, or an exported program, never both.
+
+    `example_inputs` is what it runs on: [1, C, H, W] where attnrewrite made it. `origin` is how to load it again (of a
+    converted folder: how to load the model it was converted from); None for what exists in memory only. `folder` is
+    the converted folder that it was read from, or None.
+    """
+
+    name: str
+    model: nn.Module | None
+    program: ExportedProgram | None
+    example_inputs: tuple[Tensor, ...]
+    preprocessing: Preprocessing | None = None
+    origin: Origin | None = None
+    folder: Path | None = None
+    own: Scan | None = None
+
+    @property
+    def input_size(self) -> Size:
+        """(channels, height, width) of the images that it takes."""
+        return image_size(self.example_inputs[0].shape)
+
+
+def load_source(
+    source: "str | Path | nn.Module | ExportedProgram | Source",
+    example_inputs: Tensor | Sequence[Tensor] | None = None,
+    *,
+    checkpoint: str | Path | None = None,
+    input_size: str | Sequence[int] | None = None,
+    mean: str | float | Sequence[float] | None = None,
+    std: str | float | Sequence[float] | None = None,
+) -> Source:
+    """Load a model from whatever it is given as, in evaluation mode, and see that it runs on its example inputs.
+
+    Args:
+        source: see the module docstring. `file.py:factory` runs that Python file; nothing else runs foreign code.
+        example_inputs: what the model runs on; without it, `input_size` or the model's own configuration says.
+        checkpoint: a file of weights, loaded strictly, or "pretrained" to download what timm, torchvision or the
+            Hugging Face hub publish under the name. Nothing is downloaded otherwise.
+        input_size: '3x224x224', '224' or (3, 224, 224).
+        mean, std: of the pixels in 0..1, one number or one per channel; they override the model's own configuration.
+
+    Raises:
+        InputError: what was given cannot be used, and what can be done.
+    """
+    if isinstance(source, Source):
+        return replace(source, preprocessing=override(source.preprocessing, mean, std))
+    size = None if input_size is None else parse_size(input_size)
+    weights = None if checkpoint is None else str(checkpoint)
+    if isinstance(source, nn.Module):
+        loaded = _from_module(source, weights)
+    elif isinstance(source, ExportedProgram):
+        loaded = _from_program(source, "program", weights)
+    elif isinstance(source, str | Path):
+        loaded = _from_spec(str(source), weights, size)
+    else:
+        raise InputError(f"a {type(source).__name__} is not a model: give an nn.Module, an ExportedProgram or a name")
+    if example_inputs is None:
+        sized = size is not None and loaded.model is not None and not _is_onnx(source)
+        inputs = _example(size) if sized and size else loaded.example_inputs
+    else:
+        inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    if not inputs:
+        raise InputError(f"{loaded.name}: the size of its input is not known: give --input-size, such as 3x224x224")
+    if not inputs[0].is_floating_point() and (mean, std) != (None, None):
+        raise InputError(f"{loaded.name} takes the pixels themselves ({inputs[0].dtype}): leave out --mean and --std")
+    known = as_taken(override(loaded.preprocessing, mean, std), inputs[0])
+    loaded = replace(loaded, example_inputs=inputs, preprocessing=known)
+    _check_runs(loaded, size)
+    return replace(loaded, origin=_describe(loaded.origin, loaded) if loaded.origin else None)
+
+
+def _describe(origin: Origin, source: Source) -> Origin:
+    """`origin` with the sizes and preprocessing in force."""
+    known = source.preprocessing
+    size = None if source.folder or len(source.example_inputs[0].shape) != 4 else source.input_size
+    return replace(
+        origin,
+        input_size=origin.input_size or size,
+        **({} if known is None else {f: getattr(known, f) for f in ("mean", "std", "crop", "interpolation")}),
+    )
+
+
+def _from_module(model: nn.Module, checkpoint: str | None) -> Source:
+    if checkpoint is not None or any(module.training for module in model.modules()):
+        model = copy.deepcopy(model).eval()  # the caller's own stays as it is
+    if checkpoint is not None:
+        load_checkpoint(model, _checkpoint_path(checkpoint, type(model).__name__))
+    return Source(type(model).__name__, model, None, ())
+
+
+def _from_program(program: ExportedProgram, name: str, checkpoint: str | None) -> Source:
+    if checkpoint is not None:
+        raise InputError(f"{name} is an exported program, whose weights are inside: it takes no --checkpoint")
+    args, kwargs = program.example_inputs or ((), {})
+    if kwargs or not all(isinstance(value, Tensor) for value in args):
+        raise InputError(f"{name} takes inputs other than tensors by position: export it with tensors alone")
+    if not args:
+        inputs = set(program.graph_signature.user_inputs)
+        shapes = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs]
+        args = tuple(torch.zeros([n if isinstance(n, int) else 2 for n in value.shape]) for value in shapes)
+    return Source(name, None, program, tuple(args))
+
+
+def _from_spec(spec: str, checkpoint: str | None, size: Size | None) -> Source:
+    path = Path(spec).expanduser()
+    library, colon, name = spec.partition(":")
+    if colon and library in LIBRARIES:
+        return _from_library(library, name, checkpoint, size)
+    if re.search(r"\.py(:|$)", spec):
+        return _from_factory(spec, checkpoint)
+    if re.match(r"\w+://", spec):
+        raise InputError(f"{spec} is an address: download the file first")
+    if path.is_dir():
+        return _from_folder(path, checkpoint)
+    if path.suffix == ".pt2":
+        origin = Origin(str(path.absolute()))
+        return replace(_from_program(read_program(path), path.stem, checkpoint), origin=origin)
+    if path.suffix == ".onnx":
+        return _from_onnx(path, checkpoint, size)
+    if path.suffix in SUFFIXES:
+        raise InputError(
+            f"{path} holds weights, not a model: give the model (timm:NAME, file.py:factory) and --checkpoint {path}"
+        )
+    if colon and re.fullmatch(r"[\w-]+", library):
+        raise unknown_name("kind of model", library, LIBRARIES)
+    raise InputError(
+        f"no model {spec!r}: give a .pt2 or .onnx file, a converted folder, "
+        "file.py:factory, timm:NAME, torchvision:NAME or hf:FOLDER"
+    )
+
+
+def _from_library(library: str, name: str, checkpoint: str | None, size: Size | None) -> Source:
+    if not name:
+        raise InputError(f"{library}: needs a name after the colon")
+    built = build(library, name, checkpoint, size)
+    folder = Path(name).expanduser()
+    spec = f"{library}:{folder.absolute() if library == 'hf' and folder.is_dir() else name}"
+    return Source(
+        name=folder.name,
+        model=built.model.eval(),
+        program=None,
+        example_inputs=_example(built.input_size) if built.input_size else (),
+        preprocessing=built.preprocessing,
+        origin=Origin(spec, _absolute(checkpoint), size),
+    )
+
+
+def _from_folder(folder: Path, checkpoint: str | None) -> Source:
+    if not (folder / "model.pt2").is_file():
+        hint = f": a saved transformers model is given as hf:{folder}" if (folder / "config.json").is_file() else ""
+        raise InputError(f"{folder} is not a converted model, as it holds no model.pt2{hint}")
+    source = _from_program(read_program(folder / "model.pt2"), folder.absolute().name, checkpoint)
+    try:
+        said = json.loads((folder / "report.json").read_text())["source"]
+        origin = None if said is None else TypeAdapter(Origin).validate_python(said)
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise InputError(f"{folder / 'report.json'} is missing or damaged: convert the model again") from error
+    return replace(
+        source, origin=origin, preprocessing=origin.preprocessing if origin else None, folder=folder.absolute()
+    )
+
+
+def _from_onnx(path: Path, checkpoint: str | None, size: Size | None) -> Source:
+    _check_onnx(path, checkpoint)
+    from attnrewrite.frontends.onnx_file import load_file
+
+    module, inputs, own = load_file(path, size)
+    return Source(path.stem, module, None, inputs, origin=Origin(str(path.absolute()), input_size=size), own=own)
+
+
+def examine_onnx(
+    path: Path, input_size: str | Sequence[int] | None = None, checkpoint: str | None = None
+) -> tuple[GraphView, Scan]:
+    """An ONNX file's graph and every attention in it, found in the file itself.
+
+    Raises:
+        InputError: the file is not there or damaged, or onnx is not installed.
+    """
+    path = path.expanduser()
+    _check_onnx(path, checkpoint)
+    from attnrewrite.frontends.onnx_file import examine_file
+
+    return examine_file(path, None if input_size is None else parse_size(input_size))
+
+
+def _is_onnx(source: object) -> bool:
+    """Whether a source is an ONNX file, whose inputs have a type and order of their own."""
+    return isinstance(source, str | Path) and str(source).endswith(".onnx")
+
+
+def _check_onnx(path: Path, checkpoint: str | None) -> None:
+    check_file(path, "model")
+    missing = [package for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime") if find_spec(package) is None]
+    if missing:
+        raise InputError(f"{', '.join(missing)} not installed: pip install 'attnrewrite[onnx]' to read ONNX models")
+    if checkpoint is not None:
+        raise InputError(f"{path} is an ONNX model, whose weights are inside: it takes no --checkpoint")
+
+
+def _from_factory(spec: str, checkpoint: str | None) -> Source:
+    path, name, model = call_factory(spec)
+    loaded = replace(_from_module(model, checkpoint), name=name)
+    return replace(loaded, origin=Origin(f"{path.absolute()}:{name}", _absolute(checkpoint)))
+
+
+def _check_runs(source: Source, size: Size | None) -> None:
+    """Raise InputError where the model does not take its example inputs."""
+    first = source.example_inputs[0]
+    if source.program is not None:
+        known = tuple((source.program.example_inputs or ((first,), {}))[0][0].shape[1:])
+        if size is not None and size != known:
+            raise InputError(f"{source.name} was exported for images of {format_size(known)}, not {format_size(size)}")
+        return
+    assert source.model is not None
+    try:
+        with torch.no_grad():
+            source.model(*source.example_inputs)
+    except Exception as error:  # a model refuses an input in its own words
+        reason = first_line(error)
+        shape = format_size(first.shape[1:])
+        raise InputError(
+            f"{source.name} does not take an input of {shape} ({reason}): give another --input-size"
+        ) from error
+
+
+def _example(size: Size) -> tuple[Tensor, ...]:
+    return (torch.randn(1, *size, generator=torch.Generator().manual_seed(0)),)
+
+
+def _checkpoint_path(checkpoint: str, name: str) -> Path:
+    if checkpoint == PRETRAINED:
+        raise InputError(f"{name} has no published weights: give --checkpoint FILE")
+    return Path(checkpoint).expanduser()
+
+
+def _absolute(checkpoint: str | None) -> str | None:
+    return checkpoint if checkpoint in (None, PRETRAINED) else str(Path(checkpoint).expanduser().absolute())

@@ -1,0 +1,296 @@
+"""Images in: a folder, an .npz or an iterable of tensors, given out as the model's inputs, batch by batch."""
+
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnrewrite.errors import InputError
+from attnrewrite.files import check_file
+from attnrewrite.images.decode import PICTURES, check_picture, is_whole, read_picture
+from attnrewrite.images.preprocessing import Preprocessing, Size, format_size, image_size, way_to_fit
+
+
+class Pixels(Protocol):
+    """A sequence of images, in whatever form they are kept."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def size(self) -> Size | None:
+        """(channels, height, width) of every image, or None where they are resized as they are read."""
+
+    def __getitem__(self, indices: np.ndarray) -> "Pixels":
+        """The images at `indices`, in that order."""
+
+    def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
+        """Raise InputError where these images cannot be read as inputs of `size`."""
+
+    def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
+        """All of them as the model takes them: float32 [N, *size], unless `preprocessing` says otherwise."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images and, where known, their labels [N]. `classes` are the names of the labels, if the data names them;
+    `skipped` the files that were left out as damaged."""
+
+    x: Pixels
+    y: np.ndarray | None = None
+    classes: tuple[str, ...] = ()
+    skipped: tuple[Path, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def sample(self, n: int, seed: int) -> "Images":
+        """`n` images drawn without repetition (all of them, shuffled, where there are fewer); the same for a seed."""
+        if n < 1:
+            raise InputError(f"{n} samples: at least one image is needed")
+        chosen = np.random.default_rng(seed).permutation(len(self))[:n]
+        return replace(self, x=self.x[chosen], y=None if self.y is None else self.y[chosen])
+
+    def check(self, preprocessing: Preprocessing | None, input_size: Size) -> None:
+        """Raise InputError where the images do not fit `input_size` (C, H, W), or `preprocessing` is missing."""
+        self.x.check(preprocessing, input_size)
+
+    def batches(
+        self, preprocessing: Preprocessing | None, size: int, input_size: Size
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Batches of `size` images (the last may be smaller): what the model takes, and int64 labels [b] or None.
+
+        Raises InputError at once where `check` does.
+        """
+        self.check(preprocessing, input_size)
+        return self._batches(preprocessing, size, input_size)
+
+    def _batches(
+        self, preprocessing: Preprocessing | None, size: int, input_size: Size
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        for start in range(0, len(self), size):
+            indices = np.arange(start, min(start + size, len(self)))
+            labels = None if self.y is None else torch.from_numpy(self.y[indices])
+            yield self.x[indices].read(preprocessing, input_size), labels
+
+
+@dataclass(frozen=True)
+class Array:
+    """uint8 [N, H, W] or [N, H, W, C] in memory."""
+
+    values: np.ndarray
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def size(self) -> Size:
+        height, width, channels = (*self.values.shape[1:], 1)[:3]
+        return channels, height, width
+
+    def __getitem__(self, indices: np.ndarray) -> "Array":
+        return replace(self, values=self.values[indices])
+
+    def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
+        if self.size != size:
+            raise InputError(
+                f"{self.name} holds images of {format_size(self.size)} and the model takes "
+                f"{format_size(size)}: {way_to_fit(self.size, size)}"
+            )
+        _need(preprocessing, self.name)
+
+    def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
+        pixels = torch.from_numpy(self.values if self.values.ndim == 4 else self.values[..., None])
+        return _need(preprocessing, self.name)(pixels.permute(0, 3, 1, 2))
+
+
+@dataclass(frozen=True)
+class Files:
+    """Image files, read when they are asked for."""
+
+    paths: tuple[Path, ...]
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def size(self) -> None:
+        return None
+
+    def __getitem__(self, indices: np.ndarray) -> "Files":
+        return replace(self, paths=tuple(self.paths[i] for i in indices))
+
+    def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
+        if size[0] not in (1, 3):
+            raise InputError(
+                f"{self.name}: image files have 1 or 3 channels and the model takes {size[0]}: give an .npz"
+            )
+        _need(preprocessing, self.name)
+
+    def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
+        transform = _need(preprocessing, self.name)
+        pixels = np.stack([read_picture(path, transform, size) for path in self.paths])
+        return transform(torch.from_numpy(pixels).permute(0, 3, 1, 2))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Float [N, C, H, W] or [N, H, W, C], already what the model takes."""
+
+    values: Tensor
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def size(self) -> Size:
+        return image_size(self.values.shape)
+
+    def __getitem__(self, indices: np.ndarray) -> "Inputs":
+        return Inputs(self.values[torch.from_numpy(indices)])
+
+    def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
+        if self.size != size:
+            raise InputError(f"the tensors are of {format_size(self.size)} and the model takes {format_size(size)}")
+
+    def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
+        return self.values.float()
+
+
+def load_images(data: "str | Path | Images | Iterable", skip_bad: bool = False) -> Images:
+    """Images from a folder (flat, or one subfolder per class in order of name), an .npz, or an iterable.
+
+    An `.npz` holds `x` uint8 [N, H, W] or [N, H, W, C] and optionally integer labels `y` [N]. An iterable (a list, a
+    tensor, a DataLoader) gives tensors, or (tensor, label) pairs: float ones [C, H, W] or [B, C, H, W] are the model's
+    inputs as they stand, uint8 ones are pictures to be normalised. Raises InputError for what cannot be read; with
+    `skip_bad`, damaged files of a folder are left out instead, and told in `skipped`.
+    """
+    if isinstance(data, Images):
+        return data
+    if isinstance(data, str | Path):
+        path = Path(data).expanduser()
+        if path.is_dir():
+            return _whole(_from_folder(path)) if skip_bad else _checked(_from_folder(path))
+        if path.suffix == ".npz":
+            return _from_npz(path)
+        problem = "is neither" if path.exists() else "does not exist"
+        raise InputError(f"{path} {problem}: images are a folder of them, or an .npz with x (uint8) and optionally y")
+    if isinstance(data, np.ndarray):
+        return Images(_array(data, "the array"))
+    if isinstance(data, Iterable):
+        return _from_iterable(data)
+    raise InputError(f"a {type(data).__name__} is no images: give a folder, an .npz or an iterable of tensors")
+
+
+def _from_folder(folder: Path) -> Images:
+    try:
+        below = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        flat = [path for path in below if path.suffix.lower() in PICTURES]
+        classes = [path for path in below if path.is_dir()]
+        found = [[path for path in sorted(each.rglob("*")) if path.suffix.lower() in PICTURES] for each in classes]
+    except OSError as error:
+        raise InputError(f"cannot read {folder}: {error.strerror}") from error
+    paths = [path for each in found for path in each]
+    if flat and paths:
+        raise InputError(f"{folder} holds both images and folders of images: which labels are meant is not clear")
+    if not flat and not paths:
+        raise InputError(f"{folder} holds no images ({', '.join(PICTURES)}), neither in it nor one folder below")
+    if flat:
+        return Images(Files(tuple(flat), str(folder)))
+    labels = np.repeat(np.arange(len(classes)), [len(each) for each in found])
+    return Images(Files(tuple(paths), str(folder)), labels, tuple(path.name for path in classes))
+
+
+def _checked(images: Images) -> Images:
+    assert isinstance(images.x, Files)
+    for path in images.x.paths:
+        check_picture(path)
+    return images
+
+
+def _whole(images: Images) -> Images:
+    """The images that can be read to their end, which is tried for each."""
+    assert isinstance(images.x, Files)
+    whole = np.array([is_whole(path) for path in images.x.paths])
+    if not whole.any():
+        raise InputError(f"{images.x.name}: all {len(whole)} images are damaged")
+    bad = tuple(path for path, good in zip(images.x.paths, whole, strict=True) if not good)
+    kept = np.flatnonzero(whole)
+    return replace(images, x=images.x[kept], y=None if images.y is None else images.y[kept], skipped=bad)
+
+
+def _from_npz(path: Path) -> Images:
+    check_file(path, ".npz")
+    try:
+        if not zipfile.is_zipfile(path):
+            raise zipfile.BadZipFile
+        with np.load(path, allow_pickle=False) as archive:
+            content = {name: archive[name] for name in archive.files if name in ("x", "y")}
+            names = archive.files
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        reason = "it holds pickled objects" if "pickle" in str(error).lower() else "it is truncated or not an .npz"
+        raise InputError(f"{path} could not be read: {reason}; save it with numpy.savez(file, x=..., y=...)") from error
+    if "x" not in content:
+        raise InputError(f"{path} has no array 'x' (it has {', '.join(names) or 'none'}): save the images as x=")
+    return Images(_array(content["x"], str(path)), _labels(content.get("y"), len(content["x"]), str(path)))
+
+
+def _array(values: np.ndarray, name: str) -> Array:
+    if values.dtype != np.uint8 or values.ndim not in (3, 4):
+        raise InputError(
+            f"{name}: x is {values.dtype} {list(values.shape)} and must be uint8 (0..255) [N, H, W] or [N, H, W, C]"
+        )
+    if not values.size:
+        raise InputError(f"{name} holds no images: x is {list(values.shape)}")
+    return Array(values, name)
+
+
+def _labels(y: np.ndarray | None, count: int, name: str) -> np.ndarray | None:
+    if y is None:
+        return None
+    if y.shape != (count,) or not np.issubdtype(y.dtype, np.integer):
+        raise InputError(f"{name}: y is {y.dtype} {list(y.shape)} and must be {count} integers, one for each image")
+    if y.min() < 0:
+        raise InputError(f"{name}: y holds {y.min()}, and classes are numbered from 0")
+    return y.astype(np.int64)
+
+
+def _from_iterable(data: Iterable) -> Images:
+    images, labels = [], []
+    for item in data:
+        image, label = item if isinstance(item, tuple | list) and len(item) == 2 else (item, None)
+        if not isinstance(image, Tensor) or image.dim() not in (3, 4):
+            raise InputError(f"an iterable of images gives tensors [C, H, W] or [B, C, H, W], not {_kind(image)}")
+        images.append(image if image.dim() == 4 else image[None])
+        labels += [] if label is None else torch.as_tensor(label).reshape(-1).tolist()
+    if not images:
+        raise InputError("the iterable of images is empty")
+    if len({(image.shape[1:], image.dtype) for image in images}) > 1:
+        raise InputError("the iterable gives tensors of several shapes or types: make them one")
+    values = torch.cat(images).detach().cpu()
+    y = _labels(np.array(labels), len(values), "the iterable") if labels else None
+    if values.dtype == torch.uint8:
+        return Images(_array(values.permute(0, 2, 3, 1).numpy(), "the iterable"), y)
+    if not values.is_floating_point():
+        raise InputError(f"an iterable of images gives uint8 or float tensors, not {values.dtype}")
+    return Images(Inputs(values), y)
+
+
+def _kind(value: object) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _need(preprocessing: Preprocessing | None, name: str) -> Preprocessing:
+    if preprocessing is None:
+        raise InputError(
+            f"how the model wants the images of {name} normalised is not known: give --mean and --std "
+            "(--mean 0 --std 1 for x/255)"
+        )
+    return preprocessing

@@ -1,0 +1,81 @@
+"""Picture files as arrays of a model's input size, the way timm reads them for evaluation."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from attnrewrite.errors import InputError
+from attnrewrite.images.preprocessing import Preprocessing, Size
+
+PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_NAMED = 5
+_UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises
+
+
+def check_picture(path: Path) -> None:
+    """Raise InputError unless the file begins as a picture of 8 bits a channel does."""
+    try:
+        _opened(path).close()
+    except _UNREADABLE as error:
+        raise InputError(f"{path} is not an image that can be read: mend it, remove it, or --skip-bad") from error
+
+
+def check_whole(paths: Sequence[Path], where: str) -> None:
+    """Raise InputError, with their names, where some of the files cannot be read to their end."""
+    if bad := [path for path in paths if not is_whole(path)]:
+        raise InputError(
+            f"{where}: {len(bad)} of {len(paths)} images are damaged ({named(bad)}): "
+            "mend them, remove them, or leave them out with --skip-bad"
+        )
+
+
+def named(paths: Sequence[Path]) -> str:
+    """The first few files' names, and how many more there are."""
+    more = len(paths) - _NAMED
+    return ", ".join(path.name for path in paths[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the file is a picture that can be read to its end. Raises InputError where its pixels are no bytes."""
+    try:
+        with _opened(path) as picture:
+            picture.load()
+    except _UNREADABLE:
+        return False
+    return True
+
+
+def _opened(path: Path) -> Image.Image:
+    """The picture, before its pixels are read. Raises InputError where they are no bytes: Pillow would clip them."""
+    picture = Image.open(path)
+    if picture.mode.startswith(("I", "F")):
+        picture.close()
+        raise InputError(f"{path} has pixels of 16 or 32 bits (mode {picture.mode}): save it with 8 bits a channel")
+    return picture
+
+
+def read_picture(path: Path, transform: Preprocessing, size: Size) -> np.ndarray:
+    """The picture as uint8 [H, W, C] for `size` (C, H, W): resized, keeping its shape, and cropped at the centre."""
+    channels, height, width = size
+    try:
+        with _opened(path) as opened:
+            picture = opened.convert("L" if channels == 1 else "RGB")
+    except _UNREADABLE as error:
+        raise InputError(f"{path} is damaged ({error}): mend it, remove it, or --skip-bad") from error
+    scaled = _cover(picture.size, (math.floor(width / transform.crop), math.floor(height / transform.crop)))
+    if scaled != picture.size:
+        picture = picture.resize(scaled, Image.Resampling[transform.interpolation.upper()])
+    left, top = round((picture.width - width) / 2), round((picture.height - height) / 2)
+    cropped = picture.crop((left, top, left + width, top + height))
+    return np.asarray(cropped).reshape(height, width, channels)
+
+
+def _cover(size: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]:
+    """`size` scaled, keeping its shape, to the least that covers `target` (both width, height)."""
+    (width, height), (least_width, least_height) = size, target
+    if least_width * height > least_height * width:
+        return least_width, max(least_height, least_width * height // width)
+    return max(least_width, least_height * width // height), least_height

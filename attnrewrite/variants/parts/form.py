@@ -1,0 +1,91 @@
+"""The protocol that every attention form follows, and what it hands to the projections around it.
+
+A form is a torch module on the heads' queries, keys and values. Projections stay outside: the rewritten site holds
+them, so a form is written once for every frontend, layout and packing.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.variants.parts.foldable import Affine
+
+
+class Heads(NamedTuple):
+    """What a form reads at one site for a batch of images.
+
+    query [B, H, N, d], key [B, H, M, d], value [B, H, M, e]; windows are folded into B. `bias` broadcasts against
+    [B, H, N, M] or is None; it is [B, 1, 1, M] where the site says that it depends on the keys alone.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+
+
+class Form(nn.Module):
+    """An attention form: (query [B, H, N, d], key [B, H, M, d], value [B, H, M, e], bias) -> [B, H, N, e].
+
+    `scale` multiplies the products of query and key; forms that normalise it away ignore it.
+    """
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
+        """Fit the form's own constants to the teacher's activations, in closed form. By default there are none.
+
+        `activations` may be called several times; each call streams the same batches again.
+        """
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        """What this form makes of the tokens, for pictures: each map's name, and [B, maps, tokens]. By default none."""
+        return {}
+
+    def resolved(self) -> dict[str, Any]:
+        """The options that `refine` chose (heads, rank), with which the variant builds this structure again."""
+        return {}
+
+    def deploy(self) -> "Form":
+        """The form that stands in a lowered model: what only training needs is folded or hardened away."""
+        return self
+
+    def foldable_maps(self) -> "FoldableMaps | None":
+        """This form, taken apart from the linear maps at its ends, which projections can hold; None where it has none.
+        The form itself is not changed.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class FoldableMaps:
+    """A form as `form` between affine maps: of query, key and value before it, of its result after it (None: none).
+
+    `heads` is how many heads `form` reads and writes.
+    """
+
+    form: Form
+    heads: int
+    query: Affine | None = None
+    key: Affine | None = None
+    value: Affine | None = None
+    output: Affine | None = None
+
+
+def summed_with(form: Form, heads: Heads) -> Tensor:
+    """The weights with which a form sums the values, [B, H, N, M]: what it makes of values that are each other's 0 and
+    their own 1. For forms that are linear in the value.
+    """
+    batch, count, keys, _ = heads.value.shape
+    own = torch.eye(keys, dtype=heads.value.dtype, device=heads.value.device)
+    return form(heads.query, heads.key, own.expand(batch, count, keys, keys), heads.bias)
+
+
+def received(form: Form, heads: Heads) -> dict[str, Tensor]:
+    """The map of a form that is linear in the value: the weight of each key, on average over the queries."""
+    return {"attention received": summed_with(form, heads).mean(2)}

@@ -1,0 +1,191 @@
+"""Which axes are batch, heads, tokens and channels: read off the elements' origin, not off permutations."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.patterns.provenance import FILL, Crossed, Provenance, Tracer, layout_of
+from attnrewrite.site import Operand
+
+
+def crosses_layout(graph: GraphView, operation: Operation) -> Crossed | None:
+    """Operations that keep batch and channel positions: elementwise maps, norms, pooling, depthwise convolutions."""
+    if operation.kind == "map":
+        shape = graph.shape(operation.value)
+        live = [o for o in operation.inputs if not graph.is_constant(o)]
+        full = [o for o in live if graph.shape(o) == shape] or [o for o in live if len(graph.shape(o)) == len(shape)]
+        return Crossed((full or live or list(operation.inputs))[0]) if operation.inputs else None
+    if operation.kind in ("norm", "pool") or (operation.kind == "conv" and operation.attributes["depthwise"]):
+        return (
+            Crossed(operation.inputs[0])
+            if len(graph.shape(operation.inputs[0])) == len(graph.shape(operation.value))
+            else None
+        )
+    return None
+
+
+def crosses_pooling(graph: GraphView, operation: Operation) -> Crossed | None:
+    """What `crosses_layout` does, and reductions over tokens: a pooled token stands for the first of its tokens."""
+    axes = operation.attributes.get("axes", ())
+    if operation.kind == "reduce" and axes and len(graph.shape(operation.inputs[0])) > len(axes):  # type: ignore[arg-type]
+        return Crossed(operation.inputs[0])
+    return crosses_layout(graph, operation)
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Channel and token of every element of an operand, arranged as [lead, tokens, channels] of the product."""
+
+    channel: np.ndarray
+    token: np.ndarray
+
+
+def coordinates(graph: GraphView, provenance: Provenance) -> tuple[np.ndarray, np.ndarray]:
+    """(channel, token) numbers of each element: its place along the source's channel axis, and along all others."""
+    if provenance.source is not None:
+        return _places(graph, provenance.source, provenance.index)
+    channel = np.full(provenance.index.shape, FILL, np.int64)
+    token = np.full(provenance.index.shape, FILL, np.int64)
+    ends = [*provenance.offsets[1:], np.iinfo(np.int64).max]
+    tokens_before = 0
+    for source, low, high in zip(provenance.sources, provenance.offsets, ends, strict=True):
+        part = (provenance.index >= low) & (provenance.index < high)
+        channel[part], local_token = _places(graph, source, provenance.index[part] - low)
+        token[part] = tokens_before + local_token
+        tokens_before += int(np.prod(graph.shape(source), dtype=int))
+    return channel, token
+
+
+def _places(graph: GraphView, source: str, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(channel, token) of elements of one source, by their row-major numbers."""
+    shape = graph.shape(source)
+    axis = channel_axis(graph.operation(source), len(shape))
+    inner = int(np.prod(shape[axis + 1 :], dtype=int))
+    # numpy divides by one number far faster than it takes divmod
+    if inner == 1:
+        token = numbers // shape[axis]
+        return numbers - token * shape[axis], token
+    outer = numbers // (inner * shape[axis])
+    within = numbers - outer * (inner * shape[axis])
+    channel = within // inner
+    return channel, outer * inner + within - channel * inner
+
+
+def channel_axis(operation: Operation, rank: int) -> int:
+    """The axis that holds the features an operation has just made."""
+    if operation.kind in ("conv", "pool") or operation.attributes.get("style") in (
+        "batch",
+        "group_norm",
+        "native_group_norm",
+    ):
+        return min(1, rank - 1)
+    return rank - 1
+
+
+@dataclass(frozen=True)
+class Side:
+    """An operand of a product, or its result, read as [lead, tokens, channels].
+
+    `lead` is the shape of its product's leading axes, `transposed` says that its last two axes are
+    [channels, tokens], and `order[l]` is where the entry of score lead l stands among its own (None: in place).
+    """
+
+    value: str
+    transposed: bool
+    lead: tuple[int, ...]
+    order: np.ndarray | None = None
+
+    def lines(self, array: np.ndarray) -> np.ndarray:
+        """An array of the operand's shape as [lead, tokens, channels], in the order of the scores' lead."""
+        if self.transposed:
+            array = np.swapaxes(array, -1, -2)
+        flat = np.broadcast_to(array, (*self.lead, *array.shape[-2:])).reshape(-1, *array.shape[-2:])
+        return flat if self.order is None else flat[self.order]
+
+    def numbers(self, graph: GraphView) -> np.ndarray:
+        """The operand's own elements, numbered row-major, as `lines`."""
+        shape = graph.shape(self.value)
+        return self.lines(np.arange(np.prod(shape, dtype=int)).reshape(shape))
+
+
+@dataclass(frozen=True)
+class LeadAxes:
+    """How the lead axes of the products fold: `lead[b, h]` is the flat lead index of batch entry b and head h."""
+
+    lead: np.ndarray
+    kv_heads: int
+    axis: str  # "token" or "channel"
+
+    @property
+    def batch(self) -> int:
+        return int(self.lead.shape[0])
+
+    @property
+    def heads(self) -> int:
+        return int(self.lead.shape[1])
+
+
+def split_lead(graph: GraphView, layout: Tracer, query: Side, key: Side, value: Side) -> LeadAxes | str:
+    """Tell batch from heads, and tokens from channels; a reason where the origin of the elements does not tell."""
+    found: dict[str, Coordinates] = {}
+    projected: set[str] = set()
+    for role, side in (("query", query), ("key", key), ("value", value)):
+        if graph.is_constant(side.value):
+            continue
+        origin = layout.trace(side.value)
+        channel, token = coordinates(graph, origin)
+        if all(graph.operation(source).kind in ("linear", "conv") for source in origin.sources):
+            projected.add(role)
+        found[role] = Coordinates(side.lines(channel), side.lines(token))
+    if projected:  # elsewhere the last axis is only a guess at the channels
+        found = {role: part for role, part in found.items() if role in projected}
+    axis = _attended_axis([found[role] for role in ("query", "key") if role in found])
+    for roles in (("query", "key", "value"), ("query", "key"), ("query",), ("key",), ("value",)):
+        known = [found[role] for role in roles if role in found]
+        if not known:
+            continue
+        heads = _ranks([key for c in known for key in _extent(c.channel)])
+        batch = _ranks([key for c in known for key in _extent(c.token)])
+        n_heads, n_batch = int(heads.max()) + 1, int(batch.max()) + 1
+        grid = np.full((n_batch, n_heads), -1, np.int64)
+        grid[batch, heads] = np.arange(len(heads))
+        if n_heads * n_batch == len(heads) and (grid >= 0).all():
+            kv = int(_ranks(_extent(found["key"].channel)).max()) + 1 if "key" in found else n_heads
+            return LeadAxes(grid, min(kv, n_heads), axis)
+    return "batch and heads could not be told apart"
+
+
+def _extent(numbers: np.ndarray) -> list[np.ndarray]:
+    """Smallest and largest number in each lead entry, padding aside."""
+    known = np.where(numbers == FILL, np.iinfo(np.int64).max, numbers)
+    return [known.min(axis=(1, 2)), numbers.max(axis=(1, 2))]
+
+
+def _ranks(keys: list[np.ndarray]) -> np.ndarray:
+    """Each row of keys numbered by order of first appearance."""
+    _, first, inverse = np.unique(np.stack(keys), axis=1, return_index=True, return_inverse=True)
+    order = np.argsort(np.argsort(first))
+    return order[inverse.reshape(-1)]
+
+
+def _attended_axis(known: list[Coordinates]) -> str:
+    """Token attention sums its scores over channels; channel attention sums them over tokens."""
+    for part in known:
+        if part.channel.shape[2] > 1 or part.channel.shape[1] > 1:
+            along_contraction = len(np.unique(part.channel[0, 0])) > 1
+            along_rows = len(np.unique(part.channel[0, :, 0])) > 1
+            if along_rows != along_contraction:
+                return "channel" if along_rows else "token"
+    return "token"
+
+
+def operand(graph: GraphView, side: Side, lead_axes: LeadAxes) -> Operand | None:
+    """The operand with the layout that reads it as [batch, heads, tokens, channels]; shared axes have length one."""
+    position = side.numbers(graph)[lead_axes.lead]
+    for axis in (0, 1):
+        first = np.take(position, [0], axis=axis)
+        if position.shape[axis] > 1 and (position == first).all():
+            position = first
+    layout = layout_of(position, graph.shape(side.value), graph.batch_axes(side.value))
+    return Operand(side.value, layout) if layout else None

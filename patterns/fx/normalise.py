@@ -1,0 +1,194 @@
+"""What each aten operation is in the matcher's vocabulary: fused and decomposed spellings of the same alike."""
+
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from attnrewrite.patterns.fx.operators import FACTORIES, FUSED_ATTENTION, IDENTITIES, INDEXED, KINDS, WHOLE_ATTENTION
+from attnrewrite.patterns.graph import GraphView, Operation
+
+
+class FxNodes(GraphView, Protocol):
+    """A view whose values are FX nodes."""
+
+    def node(self, value: str) -> Node: ...
+
+
+def normalise(graph: FxNodes, value: str) -> Operation:
+    """The operation that makes a value, in the matcher's vocabulary."""
+    node = graph.node(value)
+    if node.op == "placeholder":
+        return Operation(node.name, "input", "input", ())
+    if node.op in ("get_attr", "output"):
+        return Operation(node.name, "constant" if node.op == "get_attr" else "other", node.op, ())
+    producer = node
+    while producer.target is operator.getitem and isinstance(producer.args[0], Node):
+        producer = producer.args[0]
+    name = operator_name(producer)
+    inputs = tuple(n.name for n in _tensor_arguments(producer))
+    if name in IDENTITIES:
+        return Operation(node.name, "map", "identity", inputs[:1])
+    if name in INDEXED:
+        return _indexed(graph, node, producer, inputs)
+    if name == "copy" or (name == "slice_scatter" and graph.shape(inputs[0]) == graph.shape(inputs[1])):
+        # what is written over a whole tensor
+        return Operation(node.name, "map", "identity", inputs[1:2])
+    if name == "pad":
+        mode = producer.args[2] if len(producer.args) > 2 else producer.kwargs.get("mode", "constant")
+        return Operation(node.name, "move" if mode == "constant" else "other", name, inputs)
+    if name in _SPECIAL:
+        return _SPECIAL[name](graph, node, producer, inputs)
+    kind = KINDS.get(name, "other")
+    if kind == "map":
+        return Operation(node.name, kind, name, inputs, _scalar_attributes(producer))
+    if kind == "norm":
+        style = "batch" if "batch_norm" in name and "no_stats" not in str(producer.target) else name
+        epsilon = next((a for a in reversed(producer.args) if isinstance(a, float)), 1e-5)
+        return Operation(node.name, kind, name, inputs, {"style": style, "epsilon": epsilon})
+    if kind == "reduce":
+        rank = len(graph.shape(inputs[0])) if inputs else 0
+        return Operation(node.name, kind, name, inputs[:1], {"axes": _reduced_axes(name, producer, rank)})
+    return Operation(node.name, kind, name, inputs)
+
+
+def _indexed(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
+    """Reading at positions: movement of the first operand alone, which the data may direct."""
+    free = [operand for operand in inputs[1:] if not graph.is_constant(operand)]
+    return Operation(
+        node.name, "move", operator_name(producer), inputs[:1], {"directed_by": tuple(free)} if free else {}
+    )
+
+
+def _linear(graph: FxNodes, node: Node, _: Node, inputs: tuple[str, ...]) -> Operation:
+    return Operation(node.name, "linear", "linear", inputs, {"transposed": False})
+
+
+def _addmm(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
+    bias, left, right = inputs
+    plain = not producer.kwargs and len(producer.args) == 3
+    if plain and _is_weight(graph, right, left):
+        return Operation(node.name, "linear", "addmm", (left, right, bias), {"transposed": True})
+    return Operation(node.name, "other", "addmm", inputs)
+
+
+def _matmul(graph: FxNodes, node: Node, _: Node, inputs: tuple[str, ...]) -> Operation:
+    left, right = inputs
+    weight = _one_matrix(graph, right) if _is_weight(graph, right, left) else None
+    if weight is not None:
+        return Operation(node.name, "linear", "matmul", (left, weight), {"transposed": True})
+    return Operation(node.name, "matmul", "matmul", inputs)
+
+
+def _is_weight(graph: FxNodes, value: str, beside: str) -> bool:
+    """Whether a constant operand is what the other is projected with; both are constant for learned queries."""
+    node = graph.node(value)
+    while node.op != "get_attr" and KINDS.get(operator_name(node)) == "move" and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return graph.is_constant(value) and (node.op == "get_attr" or not graph.is_constant(beside))
+
+
+def _one_matrix(graph: FxNodes, value: str) -> str | None:
+    """The matrix that a constant operand of a product is, or repeats for each entry of the batch."""
+    matrix = value
+    while len(graph.shape(matrix)) > 2:
+        operation = graph.operation(matrix)
+        if operation.kind not in ("move", "map") or len(operation.inputs) != 1:
+            return None
+        matrix = operation.inputs[0]
+    if matrix == value:
+        return value
+    same = graph.shape(matrix) == graph.shape(value)[-2:] and np.all(graph.constant(value) == graph.constant(matrix))
+    return matrix if same else None
+
+
+def _opaque(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
+    return Operation(node.name, "sdpa", operator_name(producer), inputs, {"opaque": True, "anchor": "attention-op"})
+
+
+def _convolution(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
+    value = graph.node(inputs[0]).meta["val"]
+    weight = graph.node(inputs[1]).meta["val"]
+    kernel = tuple(int(size) for size in weight.shape[2:])
+    pointwise = all(size == 1 for size in kernel) and tuple(node.meta["val"].shape[2:]) == tuple(value.shape[2:])
+    ungrouped = weight.shape[1] == value.shape[1]
+    depthwise = weight.shape[1] == 1 and weight.shape[0] == value.shape[1]
+    attributes = {"pointwise": pointwise and ungrouped, "depthwise": depthwise}
+    return Operation(node.name, "conv", operator_name(producer), inputs, attributes)
+
+
+def _softmax(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
+    axis: Any = producer.args[1] if len(producer.args) > 1 else producer.kwargs["dim"]
+    return Operation(node.name, "softmax", "softmax", inputs, {"axis": int(axis) % len(graph.shape(node.name))})
+
+
+def _sdpa(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
+    if node.target is operator.getitem and node.args[1] != 0:  # what a backward pass would need
+        return Operation(node.name, "other", operator_name(producer), inputs)
+    arguments = producer.target._schema.arguments  # type: ignore[union-attr]
+    named = {known.name: given for known, given in zip(arguments, producer.args, strict=False)}
+    named.update(producer.kwargs)
+    mask = named.get("attn_mask", named.get("attn_bias"))
+    scale = named.get("scale")
+    head_dim = graph.shape(inputs[0])[-1]
+    attributes = {
+        "mask": mask.name if isinstance(mask, Node) else None,
+        "causal": bool(named.get("is_causal", False)),
+        "scale": float(scale) if scale is not None else head_dim**-0.5,  # type: ignore[arg-type]
+    }
+    return Operation(node.name, "sdpa", "sdpa", inputs[:3], attributes)
+
+
+_SPECIAL: dict[str, Callable[[FxNodes, Node, Node, tuple[str, ...]], Operation]] = {
+    "linear": _linear,
+    "addmm": _addmm,
+    **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
+    **dict.fromkeys(("softmax", "_softmax", "_safe_softmax"), _softmax),
+    **dict.fromkeys(FUSED_ATTENTION, _sdpa),
+    **dict.fromkeys(WHOLE_ATTENTION, _opaque),
+}
+
+_SHAPED_LIKE_ANOTHER = frozenset(("expand_as", "view_as", "reshape_as"))  # torch decomposes them to a plainer spelling
+
+# operators that are read as exported
+KNOWN = frozenset((*_SPECIAL, *IDENTITIES, *INDEXED, *KINDS, *FACTORIES, "pad")) - _SHAPED_LIKE_ANOTHER
+
+
+def operator_name(node: Node) -> str:
+    """The operator's name without namespace and overload."""
+    if node.op != "call_function":
+        return node.op
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return getattr(target, "__name__", str(target))
+
+
+def _tensor_arguments(node: Node) -> list[Node]:
+    """The tensor operands in order, repeated where they repeat; shape arithmetic is no operand."""
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return [n for n in found if isinstance(n.meta.get("val"), Tensor | list | tuple)]
+
+
+def _reduced_axes(name: str, node: Node, rank: int) -> tuple[int, ...]:
+    """The axes that a plain reduction removes; none where its arguments say more than axes."""
+    if name not in ("sum", "mean", "amax", "amin", "max", "min"):
+        return ()
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    listed = [given] if isinstance(given, int) else given if isinstance(given, list | tuple) else range(rank)
+    return tuple(axis % rank for axis in listed if isinstance(axis, int)) if rank else ()
+
+
+def _scalar_attributes(node: Node) -> dict[str, object]:
+    """The Python number among the operands of a map, and its place: on the left (0), the right (1), or last (2)."""
+    for position, argument in enumerate(node.args[:3]):
+        if isinstance(argument, int | float) and not isinstance(argument, bool):
+            return {"scalar": argument, "position": position}
+    return {}

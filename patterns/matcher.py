@@ -1,0 +1,218 @@
+"""The matcher: every softmax, SDPA or attention op ends as an AttentionSite or as a NearMiss with a reason."""
+
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+
+from attnrewrite.patterns.axes import LeadAxes, Side, crosses_layout, crosses_pooling, operand, split_lead
+from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
+from attnrewrite.patterns.grid import find_grid
+from attnrewrite.patterns.masks import is_of_keys
+from attnrewrite.patterns.products import Products, fused_products, softmax_products
+from attnrewrite.patterns.projections import Tracers, trace_output, trace_projection
+from attnrewrite.patterns.provenance import Tracer, layout_of, push
+from attnrewrite.patterns.relations import ancestors, common_scope, is_cross, region, uses_norm, uses_rotation
+from attnrewrite.patterns.scores import Added
+from attnrewrite.patterns.weights import fingerprint
+from attnrewrite.site import Anchor, AttentionSite, Bias, Core, NearMiss, Operand, Projection, Scan, Term
+
+
+def scan(graph: GraphView, model: str) -> Scan:
+    """Every attention of a graph, in graph order: a site or a near miss for each softmax and attention operator."""
+    readers = {False: _Reader(graph), True: _Reader(cast(GraphView, ComputedConstants(graph)))}
+    sites: list[AttentionSite] = []
+    misses: list[NearMiss] = []
+    for value in graph.values:
+        if graph.operation(value).kind not in ("softmax", "sdpa"):
+            continue
+        result = readers[graph.is_constant(value)].read(value, len(sites))
+        if isinstance(result, NearMiss):
+            misses.append(result)
+        else:
+            sites.append(result)
+    return Scan(model, graph.frontend, tuple(sites), tuple(misses))
+
+
+class _Reader:
+    """A graph with its tracers."""
+
+    def __init__(self, graph: GraphView) -> None:
+        self.graph = graph
+        live = cast(GraphView, ComputedConstants(graph))
+        self.tracers = Tracers(
+            strict=Tracer(live),
+            layout=Tracer(live, lambda operation: crosses_layout(live, operation)),
+            pooled=Tracer(live, lambda operation: crosses_pooling(live, operation)),
+        )
+
+    def read(self, value: str, number: int) -> AttentionSite | NearMiss:
+        operation = self.graph.operation(value)
+        spell = fused_products if operation.kind == "sdpa" else softmax_products
+        found = spell(self.graph, operation)
+        if isinstance(found, NearMiss):
+            return found
+        self.tracers.forget()
+        return _site(self.graph, self.tracers, _without_neutral(self.graph, found), number)
+
+
+def _site(graph: GraphView, tracers: Tracers, found: Products, number: int) -> AttentionSite | NearMiss:
+    strict, layout = tracers.strict, tracers.layout
+    lead_axes = split_lead(graph, layout, found.query, found.key, found.value)
+    if isinstance(lead_axes, str):
+        return NearMiss(
+            found.anchor.kind,
+            found.anchor.value,
+            "unfolded-heads",
+            f"{lead_axes} at {found.anchor.value}",
+            (found.anchor.value,),
+        )
+    sides = (found.query, found.key, found.value)
+    query, key, value = (trace_projection(graph, tracers, side, lead_axes) for side in sides)
+    own = {source for side in sides for source in layout.trace(side.value).sources}
+    output = trace_output(graph, found.output, lead_axes, lambda value: own.issuperset(layout.trace(value).sources))
+    n_queries, head_dim = found.query.lines(np.empty(graph.shape(found.query.value), np.int8)).shape[1:]
+    n_keys, value_dim = found.value.lines(np.empty(graph.shape(found.value.value), np.int8)).shape[1:]
+    core = _core(graph, found, lead_axes)
+    windows, bias = _windows(graph, lead_axes), _bias(graph, found)
+    traced_query = query if isinstance(query, Projection) else None
+    is_token = lead_axes.axis == "token"
+    return AttentionSite(
+        id=f"site{number}",
+        name=common_scope(graph, (found.anchor.value, found.output.value)) or found.anchor.value,
+        frontend=graph.frontend,
+        anchor=_anchor(found.anchor),
+        kind="cross"
+        if is_cross(graph, *(_tokens_behind(graph, layout, side) for side in (found.query, found.key)))
+        else "self",
+        axis="token" if is_token else "channel",
+        heads=lead_axes.heads,
+        kv_heads=lead_axes.kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        n_queries=n_queries,
+        n_keys=n_keys,
+        windows=windows,
+        scale=_total_scale(strict, found),
+        bias=bias,
+        core=core if isinstance(core, Core) else None,
+        query=query,
+        key=key,
+        value=value,
+        output=output,
+        core_reason=core if isinstance(core, str) else None,
+        grid=find_grid(graph, strict, traced_query, n_queries, windows) if is_token and n_queries == n_keys else None,
+        bias_of_keys=bias in ("constant", "input") and isinstance(core, Core) and _of_keys(graph, core),
+        causal=found.causal,
+        qk_norm=uses_norm(graph, layout, found.query.value) or uses_norm(graph, layout, found.key.value),
+        rope=uses_rotation(graph, layout, found.query.value) or uses_rotation(graph, layout, found.key.value),
+        talking_heads=found.talking_heads,
+        probs_escape=found.escape,
+        fingerprint=fingerprint(graph, (query, key, value, output)),
+        nodes=region(graph, (found.query.value, found.key.value, found.value.value), found.output.value),
+    )
+
+
+def _without_neutral(graph: GraphView, found: Products) -> Products:
+    """`found` without what changes no score: constant masks that let everything through, constant zeros added."""
+    terms = tuple(term for term in found.scores.terms if not _is_neutral(graph, term.operand, term.dropped))
+    mask = None if found.mask and _is_neutral(graph, found.mask) else found.mask
+    return replace(found, scores=replace(found.scores, terms=terms), mask=mask)
+
+
+def _is_neutral(graph: GraphView, value: str, dropped: bool = False) -> bool:
+    if not graph.is_constant(value):
+        return False
+    elements = graph.constant(value)
+    return not (elements == dropped if elements.dtype == bool else elements).any()
+
+
+def _anchor(operation: Operation) -> Anchor:
+    if operation.kind == "sdpa":
+        return "attention-op" if operation.attributes.get("anchor") == "attention-op" else "sdpa"
+    return "softmax"
+
+
+def _windows(graph: GraphView, lead_axes: LeadAxes) -> int:
+    inputs = [graph.shape(value) for value in graph.values if graph.operation(value).kind == "input"]
+    batch = inputs[0][0] if inputs and inputs[0] else 1
+    return max(lead_axes.batch // batch, 1)
+
+
+def _tokens_behind(graph: GraphView, layout: Tracer, side: Side) -> str:
+    """The tokens that an operand is projected from."""
+    if graph.is_constant(side.value):
+        return side.value
+    operation = graph.operation(layout.trace(side.value).sources[-1])
+    return operation.inputs[0] if operation.kind in ("linear", "conv") else operation.value
+
+
+def _total_scale(strict: Tracer, found: Products) -> float | None:
+    if found.scores.temperature is not None:
+        return None
+    return found.scores.scale * strict.trace(found.query.value).factor * strict.trace(found.key.value).factor
+
+
+def _bias(graph: GraphView, found: Products) -> Bias:
+    operands = [term.operand for term in found.scores.terms] + ([found.mask] if found.mask else [])
+    live = [operand for operand in operands if not graph.is_constant(operand)]
+    if not operands:
+        return "none"
+    if not live:
+        return "constant"
+    made_from = ancestors(graph, found.query.value, frozenset({"linear", "conv", "matmul", "norm"}))
+    nearest = {value for value in made_from if graph.operation(value).kind != "input"}
+    return "depends-on-query" if any(nearest & set(ancestors(graph, operand)) for operand in live) else "input"
+
+
+def _of_keys(graph: GraphView, core: Core) -> bool:
+    return bool(core.terms) and all(is_of_keys(graph, term) for term in core.terms)
+
+
+def _core(graph: GraphView, found: Products, lead_axes: LeadAxes) -> Core | str:
+    """The site's core as graph tensors, or why it cannot be written down."""
+    if found.obstacles:
+        return found.obstacles[0]
+    if found.talking_heads:
+        return "scores or probabilities are mixed across heads"
+    if found.causal:
+        return "its mask is causal"
+    query, key, value, output = (
+        operand(graph, side, lead_axes) for side in (found.query, found.key, found.value, found.output)
+    )
+    if query is None or key is None or value is None or output is None:
+        return "an operand's axes do not fold into batch, heads, tokens and channels"
+    joined = [_joined(graph, found, lead_axes, added) for added in found.scores.terms]
+    if found.mask:
+        joined.append(_fused_mask(graph, found, lead_axes))
+    temperature = _joined(graph, found, lead_axes, found.scores.temperature) if found.scores.temperature else None
+    if any(term is None for term in joined) or (found.scores.temperature and temperature is None):
+        return "a tensor that joins the scores does not fold into batch, heads, queries and keys"
+    terms = tuple(term for term in joined if term)
+    return Core(query, key, value, output, found.scores.scale, temperature.operand if temperature else None, terms)
+
+
+def _joined(graph: GraphView, found: Products, lead_axes: LeadAxes, added: Added) -> Term | None:
+    """A tensor that meets the scores at `added.value`, with the layout of the scores there."""
+    path = found.scores.path
+    index = push(graph, found.scores.product, path[: path.index(added.value) + 1])
+    shape = graph.shape(found.scores.product)
+    place = np.full(int(np.prod(shape, dtype=int)), -1, np.int64)
+    place[index.reshape(-1)] = np.arange(index.size)
+    numbers = Side(found.scores.product, found.keys_are_rows, shape[:-2]).numbers(graph)
+    position = place[numbers[lead_axes.lead]]
+    if (position < 0).any():
+        return None
+    layout = layout_of(position, index.shape, graph.batch_axes(added.value))
+    return Term(Operand(added.operand, layout), added.factor, added.dropped, added.filling) if layout else None
+
+
+def _fused_mask(graph: GraphView, found: Products, lead_axes: LeadAxes) -> Term | None:
+    assert found.mask is not None
+    lead = graph.shape(found.anchor.value)[:-2]
+    n_queries, n_keys = graph.shape(found.query.value)[-2], graph.shape(found.key.value)[-2]
+    shape = (*lead, n_queries, n_keys)
+    numbers = np.arange(np.prod(shape, dtype=int)).reshape(-1, n_queries, n_keys)
+    axes = frozenset(axis for axis in graph.batch_axes(found.anchor.value) if axis < len(lead))
+    layout = layout_of(numbers[lead_axes.lead], shape, axes)
+    return Term(Operand(found.mask, layout)) if layout else None

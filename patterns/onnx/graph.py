@@ -1,0 +1,238 @@
+"""ONNX graphs (onnx_ir) behind the GraphView protocol. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import onnx_ir as ir
+
+from attnrewrite.errors import InputError
+from attnrewrite.patterns.graph import Operation
+from attnrewrite.patterns.matcher import scan
+from attnrewrite.patterns.onnx.normalise import moved, normalise
+from attnrewrite.patterns.onnx.operators import SHAPE_ONLY
+from attnrewrite.patterns.onnx.prepare import prepare
+from attnrewrite.patterns.onnx.recognise import (
+    BiasedProduct,
+    biased_product,
+    quantised_around,
+    scope_of,
+)
+from attnrewrite.patterns.onnx.sizes import Size, evaluate
+from attnrewrite.site import Frontend, Scan
+
+_RESULT = "result of the model: "  # stands for the reader of a graph output among a value's users
+_WORTH_KEEPING = 1 << 16  # elements up to which a computed constant is remembered
+
+
+class OnnxGraph:
+    """A model, with the sizes that a batch of two gives it where its batch is open.
+
+    `input_sizes` gives what the inputs leave open beyond the batch, by input name.
+
+    Raises:
+        InputError: the graph is cyclic, a node does not take its operands, or an open axis is not given.
+    """
+
+    frontend: Frontend = "onnx"
+
+    def __init__(self, model: ir.Model, input_sizes: Mapping[str, Size] | None = None) -> None:
+        self.prepared = prepare(model, input_sizes)
+        self._sizes = self.prepared.sizes
+        self._values = {str(value.name): value for value in _named_values(self.prepared.model.graph)}
+        self._is_constant: dict[str, bool] = {}
+        self._operations: dict[str, Operation] = {}
+        self._constants: dict[str, np.ndarray] = {}
+        for name, value in self._values.items():
+            self._is_constant[name] = self._value_is_constant(value)
+        self._biased: dict[str, BiasedProduct] = {}
+        self._by_linear: dict[str, BiasedProduct] = {}
+        found = (biased_product(node, self) for node in self.prepared.model.graph)
+        parts = [part for part in found if part is not None]
+        self._biased = {part.total: part for part in parts}
+        self._by_linear = {part.linear: part for part in self._biased.values()}
+        self._read_as = {part.product: part.linear for part in self._biased.values()}
+
+    @cached_property
+    def values(self) -> tuple[str, ...]:
+        """Every value whose size is known; a product whose bias is added right after is shown with it."""
+        hidden = {name for part in self._biased.values() for name in part.hidden}
+        shown: list[str] = []
+        for name in self._values:
+            if name in self._biased and self._biased[name].linear != name:
+                shown.append(self._biased[name].linear)
+            if name in self._sizes.size and name not in hidden:
+                shown.append(name)
+        return tuple(shown)
+
+    def operation(self, value: str) -> Operation:
+        if value not in self._operations:
+            self._operations[value] = self._normalise(value)
+        return self._operations[value]
+
+    def shape(self, value: str) -> Size:
+        return self._sizes.size[value if value in self._sizes.size else self._by_linear[value].product]
+
+    def batch_axes(self, value: str) -> frozenset[int]:
+        name = value if value in self._sizes.size else self._by_linear[value].product
+        return self.prepared.batch_axes.get(name, frozenset())
+
+    @property
+    def batch(self) -> int:
+        """The batch that open axes are read with."""
+        return self.prepared.batch
+
+    def dtype(self, value: str) -> int:
+        """The element type of a value, as ONNX numbers them."""
+        return self._sizes.dtype[value]
+
+    def biased(self, value: str) -> BiasedProduct | None:
+        """The linear map that ends in a value by the addition of its bias."""
+        return self._biased.get(value)
+
+    def users(self, value: str) -> tuple[str, ...]:
+        if value not in self._values:
+            return (self._by_linear[value].total,) if value in self._by_linear else ()
+        source = self._values[value]
+        found = [_RESULT + value] if source.is_graph_output() else []
+        for node in source.consumers():
+            if node.op_type in SHAPE_ONLY:
+                continue
+            names = [str(output.name) for output in node.outputs if output.name]
+            known = [self._read_as.get(name, name) for name in names if name in self._sizes.size]
+            found += known or [_RESULT + name for name in names]
+        return tuple(dict.fromkeys(found))
+
+    def is_sized(self, value: str) -> bool:
+        """Whether the size of a value is known: it does not depend on the data."""
+        return value in self._sizes.size
+
+    def is_constant(self, value: str) -> bool:
+        return self._is_constant.get(value, False)
+
+    def is_stored(self, value: str) -> bool:
+        """Whether a constant is an initialiser, as it stands or with its axes moved: a weight."""
+        operation = self.operation(value)
+        while operation.kind == "move" and len(operation.inputs) == 1:
+            operation = self.operation(operation.inputs[0])
+        return operation.kind == "constant"
+
+    def scope(self, value: str) -> str:
+        node = self._values[value].producer() if value in self._values else None
+        return scope_of(node) if node is not None else ""
+
+    def title(self, value: str) -> str:
+        return value
+
+    def constant(self, value: str) -> np.ndarray:
+        """The elements of a constant; half precision as float32.
+
+        Raises:
+            InputError: it is computed by an operator that cannot be evaluated.
+        """
+        array = self._constants[value] if value in self._constants else self._computed(value)
+        if array.size <= _WORTH_KEEPING:
+            self._constants[value] = array
+        return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array
+
+    def move(self, value: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        if value in self._biased:
+            return arrays[0].reshape(self.shape(value))
+        output = self._values[value]
+        node = output.producer()
+        assert node is not None
+        given = dict(zip(moved(node), arrays, strict=True))
+        filled = [given.get(place, self._parameter(node, place)) for place in range(len(node.inputs))]
+        return evaluate(node, filled, self.prepared.opsets)[output.index() or 0]
+
+    def _parameter(self, node: ir.Node, place: int) -> np.ndarray | None:
+        """What a movement reads beside the data; what it pads with becomes 0."""
+        operand = node.inputs[place]
+        if operand is None or place in moved(node):
+            return None
+        is_padding = node.op_type == "Pad" and place == 2
+        return np.zeros((), np.int64) if is_padding else self.constant(str(operand.name))
+
+    def _value_is_constant(self, value: ir.Value) -> bool:
+        node = value.producer()
+        if node is None:
+            return value.is_initializer()
+        if node.op_type in SHAPE_ONLY:
+            return node.inputs[0] is not None and node.inputs[0].name in self._sizes.size
+        if node.op_type.startswith("Random") or any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
+            return False
+        return all(operand is None or self._is_constant[str(operand.name)] for operand in node.inputs)
+
+    def _computed(self, value: str) -> np.ndarray:
+        """Evaluate a constant and what it is made of, without recursion: graphs may be long."""
+        memory: dict[str, np.ndarray] = {}
+        pending = [value]
+        while pending:
+            name = pending[-1]
+            array = self._stored(name, memory)
+            if array is None:
+                node = self._values[name].producer()
+                assert node is not None
+                operands = [None if operand is None else str(operand.name) for operand in node.inputs]
+                missing = [o for o in operands if o is not None and self._stored(o, memory) is None]
+                if missing:
+                    pending += missing
+                    continue
+                arrays = [None if o is None else self._stored(o, memory) for o in operands]
+                for output, made in zip(node.outputs, evaluate(node, arrays, self.prepared.opsets), strict=False):
+                    memory[str(output.name)] = made
+            else:
+                memory[name] = array
+            pending.pop()
+        return memory[value]
+
+    def _stored(self, name: str, memory: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        for place in (memory, self._constants, self._sizes.known):
+            if name in place:
+                return place[name]
+        tensor = self._values[name].const_value
+        return None if tensor is None else tensor.numpy()
+
+    def _normalise(self, value: str) -> Operation:
+        if value.startswith(_RESULT) and value not in self._values:
+            return Operation(value, "other", "output", ())
+        part = self._biased.get(value)
+        if part is not None and part.linear != value:
+            return Operation(value, "move", "reshape", (part.linear,))
+        part = self._by_linear.get(value)
+        if part is not None:
+            return Operation(value, "linear", "linear", (part.tokens, part.weight, part.bias), {"transposed": True})
+        node = self._values[value].producer()
+        if node is None:
+            return Operation(value, "constant" if self._values[value].is_initializer() else "input", "input", ())
+        return normalise(self, value, node)
+
+
+def scan_onnx(graph: OnnxGraph, model: str) -> Scan:
+    """Every attention of an ONNX graph; what the view cannot show, and what is quantized, among the near misses.
+
+    Raises:
+        InputError: data is moved through more steps than can be followed.
+    """
+    try:
+        found = scan(graph, model)
+    except RecursionError as error:
+        raise InputError(f"{model} moves its data through too many steps to follow; simplify it") from error
+    quantised = {miss.name: miss for value in graph.values if (miss := quantised_around(graph, value)) is not None}
+    anchors = [(site, _anchor_of(graph, site.nodes)) for site in found.sites]
+    sites = [site for site, anchor in anchors if anchor not in quantised]
+    misses = [quantised.get(miss.name, miss) for miss in found.near_misses]
+    misses += [quantised[anchor] for _, anchor in anchors if anchor in quantised]
+    numbered = tuple(replace(site, id=f"site{number}") for number, site in enumerate(sites))
+    return replace(found, sites=numbered, near_misses=(*misses, *graph.prepared.unread))
+
+
+def _anchor_of(graph: OnnxGraph, nodes: tuple[str, ...]) -> str:
+    return next(value for value in nodes if graph.operation(value).kind in ("softmax", "sdpa"))
+
+
+def _named_values(graph: ir.Graph) -> list[ir.Value]:
+    """Inputs, initialisers and what nodes make, producers first."""
+    made = [value for node in graph for value in node.outputs if value.name]
+    return [*graph.inputs, *(v for v in graph.initializers.values() if not v.is_graph_input()), *made]

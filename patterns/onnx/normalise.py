@@ -1,0 +1,150 @@
+"""What an ONNX node means in the matcher's vocabulary: one function for each operator whose meaning has conditions."""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import onnx_ir as ir
+
+from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.patterns.onnx.operators import BINARY, MOVED, QUANTISED, SIMPLE
+from attnrewrite.patterns.onnx.prepare import Prepared
+from attnrewrite.patterns.onnx.recognise import normalised_by_hand
+from attnrewrite.patterns.onnx.sizes import PRIVATE
+
+
+class OnnxView(GraphView, Protocol):
+    """What the meaning of a node depends on beyond what every graph tells."""
+
+    prepared: Prepared
+
+    def is_stored(self, value: str) -> bool:
+        """Whether a constant is an initialiser, as it stands or with its axes moved: a weight."""
+
+
+def moved(node: ir.Node) -> list[int]:
+    """The places of the operands whose elements a movement carries."""
+    return list(range(len(node.inputs))) if node.op_type == "Concat" else list(MOVED.get(node.op_type, (0,)))
+
+
+def normalise(graph: OnnxView, value: str, node: ir.Node) -> Operation:
+    """The operation that makes `value`, an output of `node`."""
+    inputs = tuple(str(operand.name) for operand in node.inputs if operand is not None)
+    if node.domain == PRIVATE:
+        return _attention(graph, value, node, inputs)
+    special = _SPECIAL.get(node.op_type)
+    if special is not None:
+        return special(graph, value, node, inputs)
+    kind, name = SIMPLE.get(node.op_type, ("other", node.op_type))
+    if kind == "move":
+        return _movement(graph, value, node, name)
+    if kind == "map" and name == "identity":
+        return Operation(value, kind, name, inputs[:1])
+    if node.op_type == "Clip" and all(graph.is_constant(bound) for bound in inputs[1:]):
+        return Operation(value, kind, name, inputs[:1])
+    if kind == "map":
+        by_hand = normalised_by_hand(node) if node.op_type == "Div" else None
+        if by_hand is not None:
+            return Operation(value, "norm", "layer_norm", (by_hand,), {"style": "layer_norm"})
+        return _map(graph, value, node, name, inputs)
+    if kind == "norm":
+        epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+        return Operation(value, kind, name, inputs, {"style": name, "epsilon": epsilon})
+    if kind == "reduce":
+        return Operation(value, kind, name, inputs[:1], {"axes": _reduced_axes(graph, node, inputs)})
+    if kind == "pool":
+        return Operation(value, kind, name, inputs[:1])
+    return Operation(value, kind, name, inputs, {"quantized": True} if node.op_type in QUANTISED else {})
+
+
+def _reduced_axes(graph: OnnxView, node: ir.Node, inputs: tuple[str, ...]) -> tuple[int, ...]:
+    rank = len(graph.shape(inputs[0]))
+    given: Sequence[int] = range(rank)
+    if "axes" in node.attributes:
+        given = node.attributes["axes"].as_ints()
+    elif len(inputs) > 1:
+        given = graph.constant(inputs[1]).reshape(-1).tolist() if graph.is_constant(inputs[1]) else ()
+    return tuple(axis % rank for axis in given)
+
+
+def _movement(graph: OnnxView, value: str, node: ir.Node, name: str) -> Operation:
+    carried = moved(node)
+    others = [operand for place, operand in enumerate(node.inputs) if place not in carried and operand is not None]
+    reflects = node.op_type == "Pad" and "mode" in node.attributes and node.attributes["mode"].value != "constant"
+    inputs = tuple(str(node.inputs[place].name) for place in carried)  # type: ignore[union-attr]
+    settled = not reflects and all(graph.is_constant(str(operand.name)) for operand in others)
+    return Operation(value, "move" if settled else "other", name if settled else node.op_type, inputs)
+
+
+def _map(graph: OnnxView, value: str, node: ir.Node, name: str, inputs: tuple[str, ...]) -> Operation:
+    """A map; the one-element constant of a binary one becomes a number."""
+    if node.op_type in BINARY and len(inputs) == 2:
+        for position, operand in enumerate(inputs):
+            other = inputs[1 - position]
+            single = math.prod(graph.shape(operand)) == 1 and graph.shape(other) == graph.shape(value)
+            if single and graph.is_constant(operand) and not graph.is_constant(other):
+                number = float(graph.constant(operand).reshape(()))
+                return Operation(value, "map", name, (other,), {"scalar": number, "position": position})
+    return Operation(value, "map", name, inputs)
+
+
+def _attention(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+    scale = node.attributes["scale"].as_float() if "scale" in node.attributes else graph.shape(inputs[0])[-1] ** -0.5
+    attributes = {
+        "mask": inputs[3] if len(inputs) > 3 else None,
+        "causal": bool(node.attributes["causal"].as_int()),
+        "scale": scale,
+        "anchor": "attention-op",
+    }
+    return Operation(value, "sdpa", "attention", inputs[:3], attributes)
+
+
+def _softmax(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+    default = -1 if graph.prepared.opsets.get("", 1) >= 13 else 1
+    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else default
+    return Operation(value, "softmax", "softmax", inputs, {"axis": axis % max(len(graph.shape(value)), 1)})
+
+
+def _is_weight(graph: OnnxView, value: str, beside: str) -> bool:
+    return graph.is_constant(value) and (graph.is_stored(value) or not graph.is_constant(beside))
+
+
+def _matmul(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+    left, right = inputs
+    if len(graph.shape(right)) == 2 and _is_weight(graph, right, left):
+        return Operation(value, "linear", "matmul", inputs, {"transposed": True})
+    ranks = len(graph.shape(left)), len(graph.shape(right))
+    return Operation(value, "matmul" if min(ranks) > 1 else "other", "matmul", inputs)
+
+
+def _gemm(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+    given = {name: attribute.value for name, attribute in node.attributes.items()}
+    bias = inputs[2:]
+    scaled = given.get("alpha", 1.0) != 1.0 or (bias and given.get("beta", 1.0) != 1.0)
+    if scaled or given.get("transA", 0):
+        return Operation(value, "other", "gemm", inputs)
+    row = all(graph.is_constant(b) and math.prod(graph.shape(b)) in (1, graph.shape(value)[-1]) for b in bias)
+    if row and _is_weight(graph, inputs[1], inputs[0]):
+        return Operation(value, "linear", "gemm", inputs, {"transposed": not given.get("transB", 0)})
+    return Operation(value, "other" if bias or given.get("transB", 0) else "matmul", "gemm", inputs)
+
+
+def _conv(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+    tokens, weight = graph.shape(inputs[0]), graph.shape(inputs[1])
+    keeps_positions = all(size == 1 for size in weight[2:]) and graph.shape(value)[2:] == tokens[2:]
+    pointwise = keeps_positions and weight[1] == tokens[1]
+    depthwise = weight[1] == 1 and weight[0] == tokens[1]
+    return Operation(value, "conv", "conv", inputs, {"pointwise": pointwise, "depthwise": depthwise})
+
+
+def _stored_tensor(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+    return Operation(value, "constant", "constant", ())
+
+
+_SPECIAL = {
+    "Constant": _stored_tensor,
+    "Softmax": _softmax,
+    "MatMul": _matmul,
+    "Gemm": _gemm,
+    "Conv": _conv,
+}

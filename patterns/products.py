@@ -1,0 +1,205 @@
+"""One attention as a graph spells it: its products found and told apart, before heads and tokens are understood."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnrewrite.patterns.axes import Side
+from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.patterns.provenance import push
+from attnrewrite.patterns.scores import (
+    NoProduct,
+    Probabilities,
+    ScorePath,
+    ValuePath,
+    varying_axis,
+    walk_back,
+    walk_forward,
+)
+from attnrewrite.site import NearMiss
+
+
+@dataclass(frozen=True)
+class Products:
+    """The operands of one attention. `obstacles` say what keeps its core from being written down again.
+
+    `scores` leads from the product to the softmax; for a fused operator its product is the operator itself and its
+    path is empty. `keys_are_rows` says that the product is key query^T.
+    """
+
+    anchor: Operation
+    query: Side
+    key: Side
+    value: Side
+    output: Side
+    scores: ScorePath
+    obstacles: tuple[str, ...]
+    talking_heads: bool
+    escape: bool
+    causal: bool = False
+    mask: str | None = None
+    keys_are_rows: bool = False
+
+
+def fused_products(graph: GraphView, anchor: Operation) -> Products | NearMiss:
+    """A fused attention operator: query, key, value [..., heads, tokens, channels]."""
+    if anchor.attributes.get("opaque"):
+        what = f"{anchor.name} holds projections and attention in one: export the model without torch's fast path"
+        return NearMiss("attention-op", anchor.value, "fused-layer", what, (anchor.value,))
+    shapes = [graph.shape(operand) for operand in anchor.inputs]
+    if shapes[1][-2] > 1 and len(shapes[1]) - 2 in graph.batch_axes(anchor.inputs[1]):
+        return _batch_mixing(anchor)
+    lead = graph.shape(anchor.value)[:-2]
+    query, key, value = (
+        Side(operand, False, *_shared_lead(shape[:-2], lead))
+        for operand, shape in zip(anchor.inputs, shapes, strict=True)
+    )
+    mask = anchor.attributes["mask"]
+    return Products(
+        anchor=anchor,
+        query=query,
+        key=key,
+        value=value,
+        output=Side(anchor.value, False, lead),
+        scores=ScorePath(anchor.value, 2, scale=float(anchor.attributes["scale"])),  # type: ignore[arg-type]
+        obstacles=(),
+        talking_heads=False,
+        escape=False,
+        causal=bool(anchor.attributes["causal"]),
+        mask=str(mask) if mask else None,
+    )
+
+
+def _shared_lead(own: tuple[int, ...], lead: tuple[int, ...]) -> tuple[tuple[int, ...], np.ndarray | None]:
+    """(lead shape, order) of an operand whose heads may serve several query heads each."""
+    own = (1,) * (len(lead) - len(own)) + own
+    if all(mine in (1, full) for mine, full in zip(own, lead, strict=True)):
+        return lead, None
+    places = np.indices(lead).reshape(len(lead), -1)
+    shared = [place * mine // full for place, mine, full in zip(places, own, lead, strict=True)]
+    return own, np.ravel_multi_index(shared, own)
+
+
+def softmax_products(graph: GraphView, anchor: Operation) -> Products | NearMiss:
+    """A softmax between two products, however they are spelled."""
+    axis = int(anchor.attributes["axis"])  # type: ignore[call-overload]
+    scores = walk_back(graph, anchor.inputs[0])
+    if isinstance(scores, NoProduct):
+        return _no_product(graph, anchor, scores)
+    to_softmax = (*scores.path, anchor.value)
+    keys = varying_axis(graph, scores.product, to_softmax, axis)
+    if axis in graph.batch_axes(anchor.value):
+        return _batch_mixing(anchor)
+    if keys in ("row", "column") and _runs_over_batch(graph, scores.product, keys):
+        if graph.shape(anchor.value)[axis] == _length(graph, scores.product, keys):
+            return _batch_mixing(anchor)
+        return _miss(
+            anchor,
+            "partial-axis",
+            "the softmax runs over a part of the product's axis, which holds images or tokens beside the keys",
+        )
+    if keys not in ("row", "column"):
+        return _miss(
+            anchor,
+            "wrong-axis",
+            "the softmax runs over an axis that is neither queries nor keys of the product before it",
+        )
+    after = walk_forward(graph, anchor.value)
+    readers = [p for p in after.products if _contracted(graph, scores.product, (*to_softmax, *p.path), p) == keys]
+    if not readers:
+        return _no_values(graph, anchor, scores, to_softmax, after, keys)
+    reader = readers[0]
+    order = _lead_order(graph, scores.product, (*to_softmax, *reader.path))
+    if order is None:
+        return _miss(anchor, "mixed-heads", "the probabilities are rearranged across heads before they meet the values")
+    return _assemble(graph, anchor, scores, after, readers, order, keys)
+
+
+def _assemble(
+    graph: GraphView,
+    anchor: Operation,
+    scores: ScorePath,
+    after: Probabilities,
+    readers: list[ValuePath],
+    order: np.ndarray,
+    keys: str,
+) -> Products:
+    reader = readers[0]
+    left, right = graph.operation(scores.product).inputs
+    lead = graph.shape(scores.product)[:-2]
+    value_lead = graph.shape(reader.product)[:-2]
+    turned = graph.operation(reader.product).inputs[0] != reader.probabilities  # values^T probabilities^T
+    first, second = Side(left, False, lead), Side(right, True, lead)
+    return Products(
+        anchor=anchor,
+        query=first if keys == "column" else second,
+        key=second if keys == "column" else first,
+        value=Side(reader.values, turned, value_lead, order),
+        output=Side(reader.product, turned, value_lead, order),
+        scores=scores,
+        obstacles=(*scores.obstacles, *reader.obstacles),
+        talking_heads=scores.talking_heads or reader.talking_heads,
+        escape=after.escape or len(after.products) > 1,
+        keys_are_rows=keys == "row",
+    )
+
+
+def _contracted(graph: GraphView, product: str, path: tuple[str, ...], reader: ValuePath) -> str:
+    """Which axis of the scores the product with the values sums over."""
+    is_left = graph.operation(reader.product).inputs[0] == reader.probabilities
+    rank = len(graph.shape(reader.probabilities))
+    return varying_axis(graph, product, path, rank - 1 if is_left else rank - 2)
+
+
+def _lead_order(graph: GraphView, product: str, path: tuple[str, ...]) -> np.ndarray | None:
+    """For each lead entry of the scores, where it stands among those of the product with the values."""
+    shape = graph.shape(product)
+    index = push(graph, product, path)
+    first = index.reshape(-1, *index.shape[-2:]).max(axis=(1, 2)) // (shape[-1] * shape[-2])
+    count = int(np.prod(shape[:-2], dtype=int))
+    if len(first) != count or len(np.unique(first)) != count:
+        return None
+    return np.argsort(first)
+
+
+def _length(graph: GraphView, product: str, keys: str) -> int:
+    return graph.shape(product)[-1 if keys == "column" else -2]
+
+
+def _runs_over_batch(graph: GraphView, product: str, keys: str) -> bool:
+    rank = len(graph.shape(product))
+    return (rank - 1 if keys == "column" else rank - 2) in graph.batch_axes(product)
+
+
+def _miss(anchor: Operation, reason: str, detail: str) -> NearMiss:
+    return NearMiss(anchor.kind, anchor.value, reason, detail, (anchor.value,))
+
+
+def _batch_mixing(anchor: Operation) -> NearMiss:
+    return _miss(anchor, "batch-mixing", "the keys' axis grows with the batch: it attends over images, not over tokens")
+
+
+def _no_product(graph: GraphView, anchor: Operation, stop: NoProduct) -> NearMiss:
+    found = stop.stopped_at
+    if graph.is_constant(anchor.inputs[0]):
+        return _miss(anchor, "constant", "the softmax does not depend on the input")
+    if not graph.users(anchor.value) or all(
+        graph.operation(user).name == "output" for user in graph.users(anchor.value)
+    ):
+        return _miss(anchor, "output", f"the softmax makes an output of the model from {found.name}, not attention")
+    detail = f"the softmax's input comes from {found.name} ({found.value}), not from a product of queries and keys"
+    return _miss(anchor, "no-product", detail)
+
+
+def _no_values(
+    graph: GraphView, anchor: Operation, scores: ScorePath, path: tuple[str, ...], after: Probabilities, keys: str
+) -> NearMiss:
+    for reader in after.products:
+        along = _contracted(graph, scores.product, (*path, *reader.path), reader)
+        if along in ("row", "column") and along != keys:
+            return _miss(
+                anchor,
+                "normalised-over-queries",
+                "the softmax runs over one axis of the scores and the product with the values over the other",
+            )
+    return _miss(anchor, "no-values", "no product with values reads the probabilities")

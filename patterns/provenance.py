@@ -1,0 +1,264 @@
+"""Where each element of a tensor comes from: index tensors pushed through data movement.
+
+No permutation is matched literally. The elements of a source are numbered, the numbers are carried through the same
+reshapes, transposes and slices as the data, and the result says what happened.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.site import Layout
+
+FILL = -1  # an element that no source provides (padding)
+
+Crossing = Callable[[Operation], "Crossed | None"]
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """Going back through an operation: the operand that carries the elements, the factor it is multiplied with."""
+
+    operand: str
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The elements of a tensor as elements of its sources.
+
+    `index` has the tensor's shape; element i of source s is number `offsets[s] + i`. `factor` is what the elements
+    were multiplied with on the way. `crossed` are the operations that were neither movement nor constant factors.
+    """
+
+    sources: tuple[str, ...]
+    offsets: tuple[int, ...]
+    index: np.ndarray
+    factor: float
+    crossed: tuple[str, ...]
+
+    @property
+    def source(self) -> str | None:
+        """The only source, or None when there are several, or padding."""
+        return self.sources[0] if len(self.sources) == 1 and not (self.index == FILL).any() else None
+
+
+def scalar_operand(graph: GraphView, operation: Operation) -> float | None:
+    """The number that stands beside the tensor operand of a binary map, also when it is a one-element constant."""
+    if "scalar" in operation.attributes:
+        return float(operation.attributes["scalar"])  # type: ignore[arg-type]
+    for operand in operation.inputs[1:]:
+        if graph.is_constant(operand) and np.prod(graph.shape(operand), dtype=int) == 1:
+            return float(graph.constant(operand).reshape(()))
+    return None
+
+
+def constant_factor(graph: GraphView, operation: Operation) -> Crossed | None:
+    """The crossing that pure data movement allows: multiplication with a number, change of type, identity."""
+    if operation.kind != "map":
+        return None
+    if operation.name == "identity":
+        return Crossed(operation.inputs[0])
+    if operation.name == "neg":
+        return Crossed(operation.inputs[0], -1.0)
+    if operation.name not in ("mul", "div"):
+        return None
+    number = scalar_operand(graph, operation)
+    if number is not None and operation.attributes.get("position", 1) == 1:
+        return Crossed(operation.inputs[0], number if operation.name == "mul" else 1.0 / number)
+    if operation.name == "mul":
+        if number is not None:
+            return Crossed(operation.inputs[0], number)
+        first = operation.inputs[0]
+        if len(operation.inputs) == 2 and graph.is_constant(first) and np.prod(graph.shape(first), dtype=int) == 1:
+            return Crossed(operation.inputs[1], float(graph.constant(first).reshape(())))
+    return None
+
+
+class Tracer:
+    """Traces values of one graph back to where `crossing` stops. Results are remembered by value, until `forget`."""
+
+    def __init__(self, graph: GraphView, crossing: Crossing | None = None) -> None:
+        self._graph = graph
+        self._crossing = crossing
+        self._memory: dict[str, Provenance] = {}
+
+    def forget(self) -> None:
+        """Give back the memory of all results."""
+        self._memory.clear()
+
+    def trace(self, value: str) -> Provenance:
+        if value not in self._memory:
+            self._memory[value] = self._trace(value)
+        return self._memory[value]
+
+    def _trace(self, value: str) -> Provenance:
+        operation = self._graph.operation(value)
+        if operation.kind == "move" and operation.inputs and not operation.attributes.get("directed_by"):
+            return self._through_movement(operation)
+        crossed = constant_factor(self._graph, operation)
+        if crossed is not None:
+            inner = self.trace(crossed.operand)
+            index = self._broadcast(inner.index, value)
+            return Provenance(inner.sources, inner.offsets, index, inner.factor * crossed.factor, inner.crossed)
+        crossed = self._crossing(operation) if self._crossing else None
+        if crossed is not None:
+            inner = self.trace(crossed.operand)
+            return Provenance(
+                inner.sources,
+                inner.offsets,
+                self._broadcast(inner.index, value),
+                inner.factor * crossed.factor,
+                (*inner.crossed, value),
+            )
+        shape = self._graph.shape(value)
+        return Provenance((value,), (0,), np.arange(np.prod(shape, dtype=int)).reshape(shape), 1.0, ())
+
+    def _broadcast(self, index: np.ndarray, value: str) -> np.ndarray:
+        """Index of an operand as index of the result: broadcast, or nearest where positions were pooled."""
+        shape = self._graph.shape(value)
+        operation = self._graph.operation(value)
+        if operation.kind == "reduce":
+            for axis in operation.attributes["axes"]:  # type: ignore[attr-defined]
+                index = np.take(index, [0], axis=axis)
+            return index.reshape(shape)
+        if index.shape == shape:
+            return index
+        if index.ndim == len(shape) and index.shape[:2] == shape[:2] and operation.kind != "map":
+            for axis in range(2, len(shape)):
+                steps = np.arange(shape[axis]) * index.shape[axis] // max(shape[axis], 1)
+                index = np.take(index, steps, axis=axis)
+            return index
+        return np.broadcast_to(index, shape)
+
+    def _through_movement(self, operation: Operation) -> Provenance:
+        inner = [self.trace(operand) for operand in operation.inputs]
+        carriers = [p for o, p in zip(operation.inputs, inner, strict=True) if not self._graph.is_constant(o)]
+        if not carriers:
+            shape = self._graph.shape(operation.value)
+            index = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+            return Provenance((operation.value,), (0,), index, 1.0, ())
+        if len({p.factor for p in carriers}) > 1:  # parts scaled unlike: the join is where the trace ends
+            shape = self._graph.shape(operation.value)
+            index = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+            return Provenance((operation.value,), (0,), index, 1.0, ())
+        offsets: dict[str, int] = {}
+        total = 0
+        for provenance in inner:
+            for source in provenance.sources:
+                if source not in offsets:
+                    offsets[source] = total
+                    total += int(np.prod(self._graph.shape(source), dtype=int))
+        arrays = [self._renumber(p, offsets) + 1 for p in inner]
+        index = self._graph.move(operation.value, arrays) - 1
+        crossed = tuple(dict.fromkeys(value for p in inner for value in p.crossed))
+        return Provenance(tuple(offsets), tuple(offsets.values()), index, carriers[0].factor, crossed)
+
+    @staticmethod
+    def _renumber(provenance: Provenance, offsets: dict[str, int]) -> np.ndarray:
+        if len(provenance.sources) == 1:
+            shift = offsets[provenance.sources[0]] - provenance.offsets[0]
+            if shift == 0:
+                return provenance.index
+            return np.where(provenance.index == FILL, FILL, provenance.index + shift)
+        result = provenance.index.copy()
+        bounds = [*provenance.offsets[1:], np.iinfo(np.int64).max]
+        for source, low, high in zip(provenance.sources, provenance.offsets, bounds, strict=True):
+            part = (provenance.index >= low) & (provenance.index < high)
+            result[part] += offsets[source] - low
+        return result
+
+
+def push(graph: GraphView, source: str, path: tuple[str, ...]) -> np.ndarray:
+    """The numbered elements of `source` after the movements, casts and position-keeping maps of `path`, in order."""
+    shape = graph.shape(source)
+    index = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    known = {source: index}
+    for value in path:
+        operation = graph.operation(value)
+        if operation.kind == "move":
+            arrays = [_carried(graph, known, operand) + 1 for operand in operation.inputs]
+            index = graph.move(value, arrays) - 1
+        else:
+            index = np.broadcast_to(index, graph.shape(value))
+        known[value] = index
+    return index
+
+
+def _carried(graph: GraphView, known: dict[str, np.ndarray], value: str) -> np.ndarray:
+    """The numbers that a value carries, directly or through data movement of what is known; FILL where it has none."""
+    if value in known:
+        return known[value]
+    operation = graph.operation(value)
+    if operation.kind == "move" and not graph.is_constant(value):
+        return graph.move(value, [_carried(graph, known, operand) + 1 for operand in operation.inputs]) - 1
+    return np.full(graph.shape(value), FILL, np.int64)
+
+
+def layout_of(position: np.ndarray, shape: tuple[int, ...], batch_axes: frozenset[int]) -> Layout | None:
+    """The layout under which a tensor of `shape` reads as `position`.
+
+    `position` [batch, heads, tokens, channels] holds, for every element, its row-major number in the tensor. Returns
+    None when no reshape and permutation give it.
+    """
+    factors: list[tuple[int, int, int]] = []  # (stride, size, group), one per split axis
+    groups: list[list[tuple[int, int]]] = []
+    origin = position[(0,) * position.ndim]
+    for group in range(position.ndim):
+        line = np.moveaxis(position, group, 0).reshape(position.shape[group], -1)[:, 0] - origin
+        radix = mixed_radix(line)
+        if radix is None:
+            return None
+        groups.append(radix)
+        factors += [(stride, size, group) for size, stride in radix]
+    factors.sort(reverse=True)
+    split = tuple(size for _, size, _ in factors)
+    strides = [int(np.prod(split[i + 1 :], dtype=int)) for i in range(len(split))]
+    if [stride for stride, _, _ in factors] != strides or np.prod(split, dtype=int) != np.prod(shape, dtype=int):
+        return None
+    axes = {(stride, group): axis for axis, (stride, _, group) in enumerate(factors)}
+    order = [tuple(axes[stride, group] for _, stride in radix) for group, radix in enumerate(groups)]
+    rebuilt = np.arange(position.size).reshape(split).transpose([a for g in order for a in g]).reshape(position.shape)
+    if not np.array_equal(rebuilt, position):
+        return None
+    marked = _mark_batch(split, shape, batch_axes, order[0])
+    return Layout(*marked, *order) if marked else None
+
+
+def mixed_radix(line: np.ndarray) -> list[tuple[int, int]] | None:
+    """(size, stride) digits, slowest first, that generate `line` = sum of digit * stride; None when nothing does."""
+    digits: list[tuple[int, int]] = []
+    while len(line) > 1:
+        stride = int(line[1])
+        if stride <= 0:
+            return None
+        steps = line == np.arange(len(line)) * stride
+        size = len(line) if steps.all() else int(np.argmin(steps))
+        if len(line) % size:
+            return None
+        digits.insert(0, (size, stride))
+        line = line[::size]
+    return digits
+
+
+def _mark_batch(
+    split: tuple[int, ...], shape: tuple[int, ...], batch_axes: frozenset[int], batch: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(shape, split) with -1 where the batch size goes: the slowest batch digit of the axis that follows the batch."""
+    if not batch_axes:
+        return shape, split
+    if len(batch_axes) > 1:
+        return None
+    (axis,) = batch_axes
+    low = int(np.prod(shape[:axis], dtype=int))
+    high = low * shape[axis]
+    passed = np.cumprod((1, *split))
+    inside = [place for place in batch if low <= passed[place] < high]
+    if not inside:
+        return None
+    return (
+        tuple(-1 if i == axis else size for i, size in enumerate(shape)),
+        tuple(-1 if i == inside[0] else size for i, size in enumerate(split)),
+    )

@@ -1,0 +1,100 @@
+"""Apple's Neural Engine: an ML Program made by coremltools, for iOS 17 and macOS 14 on."""
+
+import platform
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.errors import AttnRewriteError, CheckFailedError
+from attnrewrite.targets import agreement as check
+from attnrewrite.targets.base import Artifact, Availability, Run, Target, size_bytes
+from attnrewrite.targets.coreml import interpreter as mil_interpreter
+from attnrewrite.targets.coreml import package
+from attnrewrite.targets.prepare import arrays, canonical, reference, specialise
+
+
+class CoreMLNpu(Target):
+    """A float16 `.mlpackage`, checked operator by operator with every result rounded as the program declares it."""
+
+    name = "coreml-npu"
+    summary = "Apple's Neural Engine: Core ML ML Program (iOS 17, macOS 14), float16"
+
+    def availability(self) -> Availability:
+        if find_spec("coremltools") is None:
+            missing = "coremltools is not installed (pip install 'attnrewrite[coreml]')"
+            return Availability(build=missing, measure=missing)
+        on_mac = platform.system() == "Darwin"
+        return Availability(build=None, measure=None if on_mac else "Core ML predicts on a Mac or an iPhone only")
+
+    def lower(
+        self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
+    ) -> Artifact:
+        self.require_build()
+        inputs, notes = _as_core_ml_takes(example_inputs)
+        program, expected = canonical(specialise(module, inputs)), reference(module, example_inputs)
+        subject = f"{name} for {self.name}"
+        with tempfile.TemporaryDirectory() as folder:
+            # The same conversion without float16, whose rounding would hide a small mistake of the converter.
+            wide = package.convert(program, Path(folder), "FLOAT32")
+            exact = _check(f"{subject} as float32", wide, inputs, expected, check.FLOAT32)
+        agreement = _check(subject, package.convert(program, out, "FLOAT16"), inputs, expected, check.FLOAT16)
+        how = f"MIL program interpreted with float16 rounding; in float32 it is within {exact.max_abs_error:.2g}"
+        return self.artifact(name, out, agreement, check=how, schedule="Core ML's own", notes=notes)
+
+    def runs(
+        self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
+    ) -> tuple[Run, ...]:
+        reason = self.availability().measure
+        if reason is not None:
+            return (Run("core ml", None, None, None, reason),)
+        try:
+            return (_predictor(f"{name} in Core ML", module, example_inputs),)
+        except AttnRewriteError as error:
+            return (Run("core ml", None, None, None, str(error)),)
+
+
+_FOREIGN = (torch.uint8, torch.int8, torch.int16, torch.int64)
+
+
+def _as_core_ml_takes(inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
+    """The inputs in types that Core ML has, and a note for each that is another: bytes are given as 32-bit numbers."""
+    foreign = {place: tensor.dtype for place, tensor in enumerate(inputs) if tensor.dtype in _FOREIGN}
+    given = tuple(tensor.int() if place in foreign else tensor for place, tensor in enumerate(inputs))
+    names = ", ".join(f"{place} ({str(dtype).removeprefix('torch.')})" for place, dtype in foreign.items())
+    return given, (f"takes int32 for input {names}",) if names else ()
+
+
+def _check(
+    subject: str, path: Path, inputs: tuple[Tensor, ...], expected: Sequence[np.ndarray], relative: float
+) -> check.Agreement:
+    """The interpreted package against the module's outputs."""
+    with package.quiet():
+        program = mil_interpreter.load(path)
+    names = program.functions["main"].inputs
+    result = mil_interpreter.interpret(program, dict(zip(names, inputs, strict=True)))
+    try:
+        return check.agree(subject, arrays(tuple(result.outputs.values())), expected, relative)
+    except CheckFailedError as error:
+        if not result.overflowed:
+            raise
+        raise CheckFailedError(f"{error}; float16 overflows first in {result.overflowed[0]!r}") from error
+
+
+def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> Run:
+    """The module run by Core ML itself."""
+    taken, _ = _as_core_ml_takes(inputs)
+    with tempfile.TemporaryDirectory() as folder:
+        path = package.convert(canonical(specialise(module, taken)), Path(folder), "FLOAT16")
+        size = size_bytes(path)
+        model = package.loaded(path)
+    spec = model.get_spec().description
+    feed = dict(zip([given.name for given in spec.input], arrays(taken), strict=True))
+    predicted = model.predict(feed)
+    found = [predicted[output.name] for output in spec.output]
+    agreement = check.agree(subject, found, reference(module, inputs), check.FLOAT16)
+    return Run("core ml", lambda: model.predict(feed), agreement.max_abs_error, size, None)

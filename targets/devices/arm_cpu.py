@@ -1,0 +1,65 @@
+"""ARM processors under Linux: TVM cross-compiled to aarch64."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnrewrite.targets import agreement as check
+from attnrewrite.targets.base import Artifact, Availability, Run, Target
+from attnrewrite.targets.prepare import arrays, reference, specialise
+from attnrewrite.targets.runners import qemu
+from attnrewrite.targets.runners.programs import Unavailable
+from attnrewrite.targets.tvm import compat as tvm_compat
+
+ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
+NOT_MEASURED = "measured on an ARM device only (there, target host measures it)"
+EMULATION_S = 120
+
+
+class ArmCpu(Target):
+    """64-bit ARM Linux, by default as a Cortex-A76 sees it: a shared library, or the objects to link one from."""
+
+    name = "arm-cpu"
+    summary = "64-bit ARM Linux: TVM (LLVM), cross-compiled"
+
+    def availability(self) -> Availability:
+        return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED)
+
+    def lower(
+        self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
+    ) -> Artifact:
+        self.require_build()
+        program = tvm_compat.import_program(specialise(module, example_inputs))
+        library, notes = _export(tvm_compat.build(program, tvm_compat.profile(self.name)), out)
+        try:
+            found, how = (
+                qemu.execute(library, arrays(example_inputs), tvm_compat.runtime_packages(), EMULATION_S),
+                "ran under qemu-aarch64",
+            )
+        except Unavailable as reason:
+            host = tvm_compat.build(program, tvm_compat.host_profile())
+            found, how = tvm_compat.bind(host, example_inputs, threads)(), f"{ON_HOST}: {reason}"
+        agreement = check.agree(f"{name} for {self.name}", found, reference(module, example_inputs), check.FLOAT32)
+        return self.artifact(
+            name,
+            out,
+            agreement,
+            check=how,
+            schedule=tvm_compat.DEFAULT_SCHEDULE,
+            notes=notes,
+        )
+
+    def runs(
+        self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
+    ) -> tuple[Run, ...]:
+        return (Run("tvm", None, None, None, NOT_MEASURED),)
+
+
+def _export(executable: Any, out: Path) -> tuple[Path, tuple[str, ...]]:
+    """Write the library, or its objects where no cross-linker is there, and say so."""
+    if shutil.which(qemu.CROSS_COMPILER):
+        return tvm_compat.export_library(executable, out / "model.so", qemu.CROSS_COMPILER), ()
+    note = f"object files instead of a library: {qemu.CROSS_COMPILER} is not installed to link them"
+    return tvm_compat.export_objects(executable, out / "model.tar"), (note,)

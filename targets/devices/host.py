@@ -1,0 +1,85 @@
+"""The machine we are on: TVM through LLVM, beside torch eager and onnxruntime, which users compare with."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.errors import AttnRewriteError
+from attnrewrite.targets import agreement as check
+from attnrewrite.targets.base import Artifact, Availability, Run, Target
+from attnrewrite.targets.prepare import arrays, reference, specialise
+from attnrewrite.targets.runners import onnx_runtime
+from attnrewrite.targets.tvm import compat as tvm_compat
+
+
+class Host(Target):
+    """This machine's processor."""
+
+    name = "host"
+    summary = "this machine's processor: TVM (LLVM), beside torch eager and onnxruntime"
+
+    def availability(self) -> Availability:
+        return Availability(build=tvm_compat.why_missing() or tvm_compat.why_no_linker(), measure=None)
+
+    def lower(
+        self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
+    ) -> Artifact:
+        self.require_build()
+        library = _link(module, example_inputs, out)
+        found = tvm_compat.bind(library, example_inputs, threads)()
+        agreement = check.agree(f"{name} for {self.name}", found, reference(module, example_inputs), check.FLOAT32)
+        return self.artifact(
+            name, out, agreement, check="ran in TVM on this host", schedule=tvm_compat.DEFAULT_SCHEDULE
+        )
+
+    def runs(
+        self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
+    ) -> tuple[Run, ...]:
+        expected = reference(module, example_inputs)
+        runs = []
+        for runtime, (prepare, note) in _RUNTIMES.items():
+            try:
+                call, size_bytes = prepare(module, example_inputs, threads)
+                agreement = check.agree(f"{name} in {runtime}", arrays(call()), expected, check.FLOAT32)
+                runs.append(Run(runtime, call, agreement.max_abs_error, size_bytes, None, note))
+            except AttnRewriteError as error:
+                runs.append(Run(runtime, None, None, None, str(error)))
+        return tuple(runs)
+
+
+Prepared = tuple[Callable[[], object], int]
+
+
+def _eager(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Prepared:
+    def call() -> object:
+        # The number of threads belongs to the process: set on each call, as nothing else keeps it.
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            return module(*inputs)
+
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
+    return call, sum(sizes.values())
+
+
+def _tvm(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Prepared:
+    Host().require_build()
+    with tempfile.TemporaryDirectory() as folder:
+        library = _link(module, inputs, Path(folder))
+        return tvm_compat.bind(library, inputs, threads), library.stat().st_size
+
+
+def _link(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> Path:
+    """The module compiled for this processor, as a shared library in `folder`."""
+    executable = tvm_compat.build(tvm_compat.import_program(specialise(module, inputs)), tvm_compat.host_profile())
+    return tvm_compat.export_library(executable, folder / "model.so", tvm_compat.host_linker())
+
+
+# Each runtime's way to prepare a call, and what to know about the result.
+_RUNTIMES: dict[str, tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Prepared], str]] = {
+    "torch eager": (_eager, ""),
+    "onnxruntime": (onnx_runtime.prepare, ""),
+    "tvm": (_tvm, f"schedule: {tvm_compat.DEFAULT_SCHEDULE}"),
+}

@@ -1,0 +1,58 @@
+"""Mobile GPUs: TVM through OpenCL, called from 64-bit Android."""
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from attnrewrite.targets import agreement as check
+from attnrewrite.targets.base import Artifact, Availability, Run, Target
+from attnrewrite.targets.prepare import arrays, reference, specialise
+from attnrewrite.targets.runners import opencl
+from attnrewrite.targets.runners.programs import Unavailable
+from attnrewrite.targets.tvm import compat as tvm_compat
+from attnrewrite.targets.tvm import device as tvm_device
+
+EXECUTION_S = 120
+ON_HOST = "same program compiled for this host and run; the OpenCL kernels themselves were not run"
+NOT_MEASURED = "measured on a phone's GPU only"
+
+
+class Gpu(Target):
+    """OpenCL kernels and their host code as object files; beside them the kernels' source and how to launch them."""
+
+    name = "gpu"
+    summary = "mobile GPUs: TVM (OpenCL), called from 64-bit Android"
+
+    def availability(self) -> Availability:
+        return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED)
+
+    def lower(
+        self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
+    ) -> Artifact:
+        self.require_build()
+        program = tvm_compat.import_program(specialise(module, example_inputs))
+        compiled = tvm_device.build(program, tvm_compat.profile(self.name))
+        tvm_compat.export_objects(compiled.executable, out / "model.tar")
+        (out / "kernels.cl").write_text(tvm_compat.kernel_sources(compiled.executable, "opencl"))
+        try:
+            kernels = tvm_device.device_program(compiled)
+            (out / "launches.json").write_text(opencl.launches_json(kernels))
+            found, device = opencl.execute(kernels, arrays(example_inputs), EXECUTION_S)
+            how = f"kernels run with OpenCL on {device}"
+        except Unavailable as reason:
+            host = tvm_compat.build(program, tvm_compat.host_profile())
+            found, how = tvm_compat.bind(host, example_inputs, threads)(), f"{ON_HOST}: {reason}"
+        agreement = check.agree(f"{name} for {self.name}", found, reference(module, example_inputs), check.FLOAT32)
+        return self.artifact(
+            name,
+            out,
+            agreement,
+            check=how,
+            schedule=tvm_compat.DEFAULT_SCHEDULE,
+            notes=("object files: link them with the Android NDK",),
+        )
+
+    def runs(
+        self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
+    ) -> tuple[Run, ...]:
+        return (Run("tvm", None, None, None, NOT_MEASURED),)

@@ -1,0 +1,136 @@
+"""Runs aarch64 libraries on other processors, under qemu's user-mode emulation: exact results, no meaningful times.
+
+Needs qemu-user, the aarch64 cross-compiler, and TVM's aarch64 runtime, which its wheel for that processor holds. The
+wheel is fetched once from the package index (some 100 MB) and what is needed of it kept in the user's cache folder;
+with ATTNREWRITE_OFFLINE set nothing is fetched.
+"""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from attnrewrite.errors import CheckFailedError
+from attnrewrite.targets.runners.programs import Failed, Unavailable, run
+
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
+PLATFORM = "manylinux_2_28_aarch64"
+LIBRARIES = ("tvm/lib/libtvm_runtime.so", "tvm_ffi/lib/libtvm_ffi.so")
+DOWNLOAD_S = 180
+COMPILE_S = 120
+
+
+@dataclass(frozen=True)
+class Packages:
+    """The packages whose aarch64 wheels hold the library's runtime, by version, and where their headers lie here."""
+
+    versions: Mapping[str, str]
+    headers: tuple[str, ...]
+
+
+def execute(
+    library: Path, inputs: Sequence[np.ndarray], packages: Packages, timeout_s: float
+) -> tuple[np.ndarray, ...]:
+    """The outputs (float32) of an aarch64 library whose runtime is in `packages`.
+
+    Unavailable where it cannot be run here, or not in that time; CheckFailedError where it crashes.
+    """
+    if any(array.dtype != np.float32 for array in inputs):
+        raise Unavailable("the emulated runner takes float32 inputs only")
+    runtime = _runtime(packages)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = []
+        for index, array in enumerate(inputs):
+            array.tofile(f"{folder}/input.{index}")
+            arguments.append(f"{'x'.join(map(str, array.shape))}={folder}/input.{index}")
+        command = [*_emulate(runtime), str(library.resolve()), f"{folder}/output", *arguments]
+        try:
+            printed = run(command, timeout_s)
+        except Failed as error:
+            raise CheckFailedError(f"the aarch64 library crashes under emulation: {error}") from error
+        shapes = [tuple(map(int, line.split())) for line in printed.splitlines()]
+        outputs = [np.fromfile(f"{folder}/output.{index}", np.float32) for index in range(len(shapes))]
+    return tuple(output.reshape(shape) for output, shape in zip(outputs, shapes, strict=True))
+
+
+def _emulate(runtime: Path) -> list[str]:
+    """The command that runs the runner of `runtime`."""
+    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if emulator is None:
+        raise Unavailable("qemu-aarch64 is not installed (Debian: qemu-user)")
+    libc = run([CROSS_COMPILER, "-print-file-name=libc.so.6"], COMPILE_S).strip()
+    sysroot = str(Path(libc).resolve().parent.parent)
+    return [emulator, "-L", sysroot, "-E", f"LD_LIBRARY_PATH={runtime}", f"{runtime}/runner"]
+
+
+def _runtime(packages: Packages) -> Path:
+    """The cached folder with TVM's aarch64 libraries and the runner, made on first use."""
+    if shutil.which(CROSS_COMPILER) is None:
+        raise Unavailable(f"{CROSS_COMPILER} is not installed (Debian: g++-aarch64-linux-gnu)")
+    source = files("attnrewrite.targets.runners").joinpath("aarch64_runner.cc").read_bytes()
+    key = "-".join((*packages.versions.values(), hashlib.sha256(source).hexdigest()[:12]))
+    target = _cache() / f"aarch64-{key}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / "runtime"
+        made.mkdir()
+        for wheel in _download(packages.versions, Path(folder)):
+            _extract(wheel, made)
+        _compile(source, made, packages.headers)
+        # Without arguments it only says how it is used: a failure now is this machine's, a later one the library's.
+        run(_emulate(made), COMPILE_S)
+        try:
+            made.rename(target)
+        except OSError:
+            # Another process was faster.
+            if not target.is_dir():
+                raise
+    return target
+
+
+def _download(versions: Mapping[str, str], folder: Path) -> list[Path]:
+    if os.environ.get("ATTNREWRITE_OFFLINE"):
+        raise Unavailable("TVM's aarch64 runtime is not in the cache, and ATTNREWRITE_OFFLINE forbids fetching it")
+    if importlib.util.find_spec("pip") is None:
+        raise Unavailable("TVM's aarch64 runtime is not in the cache, and there is no pip to fetch it with")
+    wanted = [f"{package}=={version}" for package, version in versions.items()]
+    options = ["--no-deps", "--only-binary=:all:", "--platform", PLATFORM, "--retries", "1", "--timeout", "10"]
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-input"]
+    command = [sys.executable, "-m", "pip", "download", *quiet, *options, "--dest", str(folder), *wanted]
+    try:
+        run(command, DOWNLOAD_S)
+    except Failed as error:
+        raise Unavailable(f"TVM's aarch64 runtime could not be fetched ({error})") from error
+    return sorted(folder.glob("*.whl"))
+
+
+def _extract(wheel: Path, folder: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        for member in set(LIBRARIES).intersection(archive.namelist()):
+            (folder / Path(member).name).write_bytes(archive.read(member))
+
+
+def _compile(source: bytes, folder: Path, headers: Sequence[str]) -> None:
+    (folder / "runner.cc").write_bytes(source)
+    includes = [f"-I{path}" for path in headers]
+    libraries = [f"-L{folder}", "-Wl,--no-as-needed", "-ltvm_runtime", "-ltvm_ffi"]
+    run(
+        [CROSS_COMPILER, "-std=c++17", "-O1", *includes, f"{folder}/runner.cc", "-o", f"{folder}/runner", *libraries],
+        COMPILE_S,
+    )
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "attnrewrite"

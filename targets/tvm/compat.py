@@ -1,0 +1,191 @@
+"""The one door to TVM, whose names change every release. Written for TVM 0.27.
+
+It hides: tvm.relax.frontend.torch (from_exported_program, ExportedProgramImporter.create_convert_map), tvm.relax.build,
+get_default_pipeline and VirtualMachine, tvm.target.Target, tvm.runtime (tensor, load_module, Executable.export_library,
+Module.imports, inspect_source), tvm.support.cc.cross_compiler, tvm_ffi.libinfo, and the global functions
+runtime.config_threadpool, tvm.codegen.llvm.GetHostCPUName and GetHostCPUFeatures.
+"""
+
+import importlib.metadata
+import os
+import shutil
+import tarfile
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from attnrewrite.errors import CheckFailedError, InputError, first_line
+from attnrewrite.targets.prepare import arrays, canonical
+from attnrewrite.targets.runners.qemu import Packages
+
+DEFAULT_SCHEDULE = "TVM's default pipeline (no attnrewrite schedules yet)"
+
+
+def why_missing() -> str | None:
+    """Why TVM cannot be used here, or None when it can. Does not import it."""
+    return None if find_spec("tvm") else "apache-tvm is not installed (pip install 'attnrewrite[tvm]')"
+
+
+def runtime_packages() -> Packages:
+    """The packages that TVM's runtime consists of, and its C++ headers, for runners on other processors."""
+    from tvm_ffi import libinfo
+
+    versions = {package: importlib.metadata.version(package) for package in ("apache-tvm", "apache-tvm-ffi")}
+    return Packages(versions, (libinfo.find_include_path(), libinfo.find_dlpack_include_path()))
+
+
+def profile(name: str) -> dict[str, Any]:
+    """The device description `name` of profiles.toml."""
+    return tomllib.loads(files("attnrewrite.targets").joinpath("profiles.toml").read_text())[name]  # type: ignore[no-any-return]
+
+
+def host_profile() -> dict[str, Any]:
+    """This machine's processor: its name and the features that are on, as a hypervisor may mask some."""
+    features = _global("tvm.codegen.llvm.GetHostCPUFeatures")()
+    mattr = [f"{'+' if on else '-'}{feature}" for feature, on in sorted(features.items())]
+    return {"kind": "llvm", "mcpu": _global("tvm.codegen.llvm.GetHostCPUName")(), "mattr": mattr}
+
+
+def import_program(program: ExportedProgram) -> Any:
+    """The exported program as a Relax module with its weights inside. InputError naming operators that TVM lacks."""
+    from tvm.relax.frontend.torch import from_exported_program
+
+    program = canonical(program)
+    _require_known(program)
+    try:
+        return from_exported_program(program, run_ep_decomposition=False, custom_convert_map=_CONVERTERS)
+    except Exception as error:
+        raise InputError(f"TVM cannot import the module: {first_line(error)}") from error
+
+
+def build(relax_module: Any, device: Mapping[str, Any]) -> Any:
+    """Compile a Relax module for a device description with TVM's default pipeline."""
+    import tvm
+
+    try:
+        target = tvm.target.Target(dict(device))
+        return tvm.relax.build(relax_module, target, relax_pipeline=tvm.relax.get_default_pipeline(target))
+    except Exception as error:
+        raise CheckFailedError(f"TVM cannot compile the module for {device['kind']}: {first_line(error)}") from error
+
+
+def why_no_linker() -> str | None:
+    """Why no library can be linked for this machine, or None when one can."""
+    return None if _host_compiler() else "no C++ compiler was found to link a library with (install g++ or clang)"
+
+
+def host_linker() -> str:
+    """The C++ compiler that links a library for this machine. InputError where there is none."""
+    compiler = _host_compiler()
+    if compiler is None:
+        raise InputError(f"cannot link a library: {why_no_linker()}")
+    return compiler
+
+
+def export_library(executable: Any, path: Path, compiler: str) -> Path:
+    """Link a compiled module to the shared library `path` with the C++ compiler `compiler`, and return `path`."""
+    from tvm.support import cc
+
+    linker = cc.cross_compiler(compiler, options=["-shared", "-fPIC"])
+    try:
+        executable.export_library(str(path), fcompile=linker)
+    except Exception as error:
+        raise InputError(f"{compiler} cannot link {path.name}: {first_line(error)}") from error
+    return path
+
+
+def export_objects(executable: Any, path: Path) -> Path:
+    """Write a compiled module as the `.tar` of object files `path`, for whoever has the linker, and return `path`."""
+
+    def bundle(output: str, objects: Sequence[str], **_: Any) -> None:
+        with tarfile.open(output, "w") as archive:
+            for member in objects:
+                archive.add(member, Path(member).name)
+
+    executable.export_library(str(path), fcompile=bundle)
+    return path
+
+
+def kernel_sources(executable: Any, kind: str) -> str:
+    """The device code of kind `kind` (opencl) inside a compiled module, as one source text."""
+    pending, found = [executable.mod], []
+    while pending:
+        module = pending.pop()
+        pending.extend(module.imports)
+        if module.kind == kind:
+            found.append(module.inspect_source())
+    if not found:
+        raise CheckFailedError(f"TVM compiled the module without a single {kind} kernel")
+    return "\n".join(found)
+
+
+def bind(compiled: Any, inputs: Sequence[Tensor], threads: int) -> Callable[[], tuple[np.ndarray, ...]]:
+    """A call on this machine's processor of a library (its path) or of what `build` made, `inputs` already in place.
+
+    TVM has one thread pool for the process: the last call bound decides its size.
+    """
+    import tvm
+
+    loaded = tvm.runtime.load_module(str(compiled)) if isinstance(compiled, Path) else compiled
+    machine = tvm.relax.VirtualMachine(loaded, tvm.cpu())
+    main, arguments = machine["main"], [tvm.runtime.tensor(array) for array in arrays(inputs)]
+    _global("runtime.config_threadpool")(1, threads)
+    return lambda: tuple(result.numpy() for result in main(*arguments))
+
+
+def _require_known(program: ExportedProgram) -> None:
+    from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
+
+    known = ExportedProgramImporter().create_convert_map().keys() | _CONVERTERS.keys()
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target.__name__ not in known:
+            raise InputError(
+                f"TVM's importer has no operator {node.target} (node {node.name!r}): "
+                "rewrite that part of the model, or lower for another target"
+            )
+
+
+def _host_compiler() -> str | None:
+    return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+
+
+def _global(name: str) -> Any:
+    import tvm
+
+    return tvm.get_global_func(name)
+
+
+def _index(node: Any, importer: Any) -> Any:
+    """Indexing along one axis. The importer's own reads out of bounds where an index is negative."""
+    from tvm import relax
+
+    values, indices = importer.retrieve_args(node)[:2]
+    used = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+    if len(used) != 1:
+        return importer.create_convert_map()["index.Tensor"](node)
+    axis, index = used[0]
+    return importer.block_builder.emit(relax.op.take(values, index, axis=axis, mode="wrap"))
+
+
+def _largest(node: Any, importer: Any) -> Any:
+    """The largest along some axes, which the importer does not know."""
+    from tvm import relax
+
+    given = importer.retrieve_args(node)
+    axes = list(given[1]) if len(given) > 1 else []
+    return importer.block_builder.emit(relax.op.max(given[0], axes or None, len(given) > 2 and given[2]))
+
+
+# Operators that torch.export leaves in the graph and TVM's importer lacks, in terms of those it has.
+_CONVERTERS: dict[str, Callable[[Any, Any], Any]] = {
+    "_unsafe_view.default": lambda node, importer: importer.convert_map["view.default"](node),
+    "amax.default": _largest,
+    "index.Tensor": _index,
+}

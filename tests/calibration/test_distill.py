@@ -1,0 +1,196 @@
+"""The stages with gradients: they help, never hurt, draw the same images for a seed, and go on after a kill."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fits import calibration
+from torch import Tensor
+
+from attnrewrite.calibration.distill import Distillation, SiteDistillation, with_values
+from attnrewrite.calibration.fit import fit_points
+from attnrewrite.calibration.resume import State, resume_key
+from attnrewrite.calibration.stage import Calibration, distance
+from attnrewrite.calibration.train import Schedule, draw
+from attnrewrite.errors import CheckFailedError
+from attnrewrite.images.augment import mixed, moved
+from attnrewrite.images.pool import first_tensor
+from attnrewrite.passes.verify import rewritten_sites
+from attnrewrite.variants.registry import get_variant
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+
+def tensors(given: Calibration) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in given.student.state_dict().items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_site_distillation_brings_the_student_closer() -> None:
+    given = calibration("pre-norm", get_variant("l1"))
+    before = distance(given)
+    SiteDistillation(steps=20).run(given)
+    assert distance(given).loss < 0.9 * before.loss
+
+
+def test_distillation_keeps_its_best_and_says_when() -> None:
+    given = calibration("pre-norm", get_variant("l1"))
+    before = distance(given)
+    (note,) = Distillation(steps=40, rate=2e-3, every=10).run(given)
+    assert distance(given).loss < 0.9 * before.loss
+    assert note.startswith("best after ")
+
+
+@pytest.mark.parametrize("stage", [SiteDistillation(steps=2, rate=50.0), Distillation(steps=2, rate=50.0, every=1)])
+def test_a_stage_never_ends_worse_than_it_began(stage: SiteDistillation | Distillation) -> None:
+    """From the teacher itself, steps this large can only lead away: the student comes back to the bit."""
+    given = calibration("pre-norm", get_variant("softmax"))
+    before = tensors(given)
+    stage.run(given)
+    assert same(tensors(given), before)
+
+
+def test_distillation_stops_when_it_has_waited_enough() -> None:
+    done: list[int] = []
+    given = calibration("pre-norm", get_variant("softmax"))
+    given = replace(given, progress=lambda what, step, total: done.append(step))
+    Distillation(steps=50, rate=1.0, every=2, patience=0.12).run(given)
+    assert done[-1] == 8
+
+
+@pytest.mark.parametrize("stage", [SiteDistillation(steps=1), Distillation(steps=1)])
+def test_a_loss_that_is_not_finite_names_where(stage: SiteDistillation | Distillation) -> None:
+    given = calibration("pre-norm", get_variant("l1"))
+    with torch.no_grad():
+        rewritten_sites(given.student)["site1"].value.weight.fill_(float("nan"))
+    with pytest.raises(CheckFailedError, match=f"{stage.name}: the loss at site1 "):
+        stage.run(given)
+
+
+def test_the_values_beside_the_output_are_the_graphs_own() -> None:
+    given = calibration("parallel", get_variant("l1"))
+    streams = [point.stream.name for point in fit_points(given.student)]
+    images = given.images.batch(0)
+    output, values = with_values(given.student, streams)(images)
+    assert torch.equal(first_tensor(output), given.student(images))
+    assert [value.shape for value in values] == [(16, 36, 8)] * 4
+
+
+def test_a_batch_is_drawn_from_the_seed_and_the_step_alone() -> None:
+    given = calibration("pre-norm", get_variant("l1"))
+    assert torch.equal(draw(given, 3), draw(given, 3))
+    assert not torch.equal(draw(given, 3), draw(given, 4))
+    assert not torch.equal(draw(given, 3), draw(replace(given, seed=1), 3))
+
+
+def test_pictures_are_moved_and_mixed_but_not_made_up() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ramp = torch.arange(16.0).reshape(1, 1, 1, 16).expand(64, 3, 16, 16)
+    shifted = moved(ramp, generator)
+    assert shifted.shape == ramp.shape
+    assert (shifted.diff(dim=3).abs() <= 1).all()
+    assert shifted.unique().tolist() == ramp.unique().tolist()
+    levels = torch.arange(64.0).reshape(64, 1, 1, 1).expand(64, 3, 4, 4)
+    blended = mixed(levels, generator)
+    assert (blended == blended[:, :1, :1, :1]).all()
+    assert 0.3 < (blended == levels).float().mean() < 0.7
+
+
+def test_the_rate_rises_and_falls() -> None:
+    schedule = Schedule(20, 1.0)
+    assert [schedule.rate_at(step) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
+    assert schedule.rate_at(11) == pytest.approx(0.5)
+    assert 0 < schedule.rate_at(19) < 0.01
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [3, 21, 39])
+@pytest.mark.parametrize("stage", [SiteDistillation(steps=40), Distillation(steps=40, every=10)])
+def test_interrupted_anywhere_it_ends_in_the_same_bits(
+    stage: SiteDistillation | Distillation, at: int, tmp_path: Path
+) -> None:
+    whole = calibration("pre-norm", get_variant("l1"))
+    stage.run(whole)
+    done: list[int] = []
+
+    def stop(what: str, step: int, total: int) -> None:
+        if what == stage.name and step == at:
+            raise Killed
+
+    again = replace(calibration("pre-norm", get_variant("l1")), state=State(tmp_path))
+    with pytest.raises(Killed):
+        stage.run(replace(again, progress=stop))
+    again = replace(calibration("pre-norm", get_variant("l1")), state=State(tmp_path))
+    stage.run(replace(again, progress=lambda what, step, total: done.append(step) if what == stage.name else None))
+    assert same(tensors(whole), tensors(again))
+    assert done[0] == at // 20 * 20 + 1
+
+
+def test_a_checkpoint_of_another_run_is_not_taken_up(tmp_path: Path) -> None:
+    state, weights = State(tmp_path), [torch.ones(3)]
+    state.save("a stage", resume_key(weights, "rate", 1), {"step": 1})
+    assert state.load("a stage", resume_key(weights, "rate", 1)) == {"step": 1}
+    for other in (resume_key(weights, "rate", 2), resume_key([torch.zeros(3)], "rate", 1)):
+        assert state.load("a stage", other) is None
+    assert state.load("another", resume_key(weights)) is None
+    assert State(None).load("a stage", "key") is None
+
+
+SCRIPT = """
+import os, signal, sys, torch
+from pathlib import Path
+sys.path.insert(0, {helpers!r})
+from fits import calibration, pictures
+from attnrewrite.calibration.stages import calibrate
+from attnrewrite.variants.registry import get_variant
+torch.set_num_threads(1)
+given = calibration("pre-norm", get_variant("l1"))
+def progress(what, done, total):
+    if (what, done) == ("distillation", int(os.environ.get("KILL_AT", "-1"))):
+        os.kill(os.getpid(), signal.SIGKILL)
+reports = calibrate(
+    given.teacher, given.student, images=pictures(), preprocessing=None, input_size=(3, 12, 12), batch_size=16,
+    steps=40, progress=progress, state=Path(os.environ["STATE"]),
+)
+rank = os.environ.get("RANK", "0")
+torch.save((given.student.state_dict(), [r.kl_after for r in reports]), os.environ["OUT"] + rank)
+"""
+
+
+def launch(folder: Path, name: str, *prefix: str, kill_at: int = -1) -> subprocess.CompletedProcess[str]:
+    """Run SCRIPT in a process of its own (or those of `prefix`); what it saves is `folder/name` and the rank."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(helpers=str(HELPERS)))
+    names = {"STATE": str(folder / f"{name}-state"), "OUT": str(folder / name), "KILL_AT": str(kill_at)}
+    environment = {**os.environ, **names, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *prefix, str(script)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_killed_and_started_again_or_shared_by_two_it_ends_the_same(tmp_path: Path) -> None:
+    """The same command after kill -9 gives the same bits; two processes give the same fit and an equal student."""
+    assert launch(tmp_path, "whole").returncode == 0
+    assert launch(tmp_path, "killed", kill_at=33).returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed0").exists()
+    assert launch(tmp_path, "killed").returncode == 0
+    done = launch(tmp_path, "two", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert done.returncode == 0, done.stderr[-2000:]
+    (whole, losses), (killed, _) = (torch.load(tmp_path / name) for name in ("whole0", "killed0"))
+    (one, shared), (other, _) = (torch.load(tmp_path / name) for name in ("two0", "two1"))
+    assert same(whole, killed)
+    assert same(one, other)
+    copy, fit, *trained = zip(losses, shared, strict=True)
+    assert copy[0] == copy[1]
+    assert fit[0] == pytest.approx(fit[1], rel=1e-4)
+    assert all(alone == pytest.approx(together, rel=0.2) for alone, together in trained)

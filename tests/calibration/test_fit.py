@@ -1,0 +1,152 @@
+"""The closed-form stage on small models of every shape: what it finds, what it recovers exactly, when it steps back."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from fits import KINDS, WIDTH, Attention, calibration, pictures
+from torch import Tensor, nn
+
+from attnrewrite.calibration.branches import branches
+from attnrewrite.calibration.fit import Fit, fit_points
+from attnrewrite.calibration.stage import Calibration, distance
+from attnrewrite.calibration.stages import Copy, calibrate, run, split
+from attnrewrite.errors import CheckFailedError
+from attnrewrite.images.pool import Pool
+from attnrewrite.passes.verify import rewritten_sites
+from attnrewrite.variants.base import Form
+from attnrewrite.variants.registry import get_variant
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_residual_branch_is_found_and_its_map_recovered(kind: str) -> None:
+    """Spoil every map that ends a branch: fitted without a ridge to its stream, the student is the teacher again."""
+    given = calibration(kind, get_variant("softmax"))
+    found = list(branches(given.student))
+    assert [branch.site is not None for branch in found] == [True, False, True, False]
+    assert all(branch.stream is not branch.node for branch in found)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for branch in found:
+            branch.weight.add_(torch.randn(branch.weight.shape, generator=generator) * 0.3)
+            assert branch.bias is not None
+            branch.bias.add_(0.1)
+    assert distance(given).error > 1e-2
+    given = Calibration(given.teacher, given.student, Pool(pictures(64), None, (3, 12, 12), 16), given.held_out)
+    Fit(ridge=1e-12).run(given)
+    assert distance(given).error < 1e-8
+
+
+@pytest.mark.parametrize("variant", ["l1", "polynomial", "relu-linear", "mobile", "separable", "additive"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fit_brings_every_form_closer(kind: str, variant: str) -> None:
+    given = calibration(kind, get_variant(variant))
+    before = distance(given)
+    (report,) = run(given, (Fit(),))
+    assert (report.kl_before, report.error_before) == (before.kl, before.error)
+    assert report.kl_after is not None
+    assert before.kl is not None
+    assert report.kl_after < 0.7 * before.kl
+    assert report.notes == ()
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    first, second = (calibration("pre-norm", get_variant("polynomial")) for _ in range(2))
+    for given in (first, second):
+        Fit().run(given)
+    pairs = zip(first.student.state_dict().items(), second.student.state_dict().items(), strict=True)
+    assert all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
+
+
+class Spoiled(Form):
+    """Softmax whose `refine` puts `gain` in place of 1."""
+
+    def __init__(self, form: Form, gain: float) -> None:
+        super().__init__()
+        self.form, self.becomes = form, gain
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.form(query, key, value, bias) * self.gain
+
+    def refine(self, activations: Callable[[], object]) -> None:
+        with torch.no_grad():
+            self.gain.fill_(self.becomes)
+
+
+def spoil(given: Calibration, gain: float) -> None:
+    for site in rewritten_sites(given.student).values():
+        site.form = Spoiled(site.form, gain)
+
+
+def test_a_fit_that_makes_the_output_worse_is_taken_back() -> None:
+    given = calibration("pre-norm", get_variant("softmax"))
+    spoil(given, 0.0)
+    before = {name: tensor.clone() for name, tensor in given.student.state_dict().items()}
+    (note,) = Fit().run(given)
+    assert note.startswith("taken back")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in given.student.state_dict().items())
+    assert distance(given).loss == pytest.approx(0, abs=1e-9)
+
+
+def test_a_fit_that_is_not_finite_names_its_site() -> None:
+    given = calibration("pre-norm", get_variant("softmax"))
+    spoil(given, float("nan"))
+    with pytest.raises(CheckFailedError, match=r"site0.*--keep site0"):
+        Fit().run(given)
+
+
+def test_points_that_overlap_are_fitted_in_order() -> None:
+    """In parallel blocks the attention's sum comes after the MLP's map: both are still points of their own."""
+    points = fit_points(calibration("parallel", get_variant("softmax")).student)
+    assert [point.site is not None for point in points] == [True, False, True, False]
+
+
+class Bare(nn.Module):
+    """Attention without residual connections or MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Conv2d(3, WIDTH, 2, 2), nn.Linear(WIDTH, 5)
+        self.first, self.second = Attention(), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(self.embed(x).flatten(2).transpose(1, 2))).mean(1))
+
+
+def test_what_cannot_be_fitted_is_told() -> None:
+    given = calibration("bare", get_variant("l1"), model=Bare())
+    notes = Fit().run(given)
+    assert notes == (
+        "fitted to the teacher's own output, as no residual connection follows: site0, site1",
+        "no linear map that ends a residual branch follows, so that none is fitted: site0, site1",
+    )
+
+
+def test_calibrate_reports_each_stage_and_measures_on_images_it_did_not_fit() -> None:
+    given, images = calibration("pre-norm", get_variant("l1")), pictures()
+    fitted, held_out = split(images)
+    assert (len(fitted), len(held_out)) == (84, 12)
+    values = np.concatenate([part.x.values.flatten(1).numpy() for part in (held_out, fitted)])  # type: ignore[attr-defined]
+    assert len(np.unique(values, axis=0)) == 96
+    told: list[tuple[str, int, int]] = []
+    reports = calibrate(
+        given.teacher, given.student, images=images, preprocessing=None, input_size=(3, 12, 12), batch_size=16,
+        progress=lambda *what: told.append(what),
+    )  # fmt: skip
+    assert [report.name for report in reports] == [Copy().name, Fit().name]
+    assert reports[0].kl_before == reports[0].kl_after == reports[1].kl_before
+    assert reports[1].peak_memory > 0
+    assert told[0] == ("fit", 0, 4)
+    assert told[-1] == ("fit", 4, 4)
+
+
+def test_one_image_is_enough() -> None:
+    images = pictures(1)
+    assert [len(part) for part in split(images)] == [1, 1]
+    given = calibration("post-norm", get_variant("l1"), images=images)
+    before = distance(given).loss
+    Fit().run(given)
+    assert distance(given).loss <= before

@@ -1,0 +1,93 @@
+"""Which tokens count: gradients of the answer, and fits that spend themselves where it is read."""
+
+import pytest
+import torch
+from fits import SIDE, Model, calibration
+from torch import Tensor
+
+from attnrewrite.calibration.branches import branches
+from attnrewrite.calibration.fit import Fit
+from attnrewrite.calibration.importance import EVEN, importance
+from attnrewrite.calibration.processes import Processes
+from attnrewrite.calibration.stage import distance
+from attnrewrite.variants.registry import get_variant
+
+TOKENS = SIDE * SIDE
+
+
+class FirstToken(Model):
+    """As Model, but the head reads the first token alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x).flatten(2).transpose(1, 2))[:, 0])
+
+
+class Classes(Model):
+    """The number of the class, which no gradient reaches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).argmax(1)
+
+
+def test_only_what_is_read_counts() -> None:
+    given = calibration("pre-norm", get_variant("l1"), model=FirstToken("pre-norm"))
+    weights = importance(given.teacher, given.images, given.processes)
+    names = [branch.node.name for branch in branches(given.teacher)]
+    rows = {name: weights[name][0].reshape(-1, TOKENS) for name in names}
+    for name in names[2:]:  # the last block: nothing mixes tokens behind its attention
+        assert (rows[name][:, 1:] == EVEN).all(), name
+        assert (rows[name][:, 0] > EVEN).all(), name
+    for name in names[:2]:  # the first: the last block's attention reads all tokens
+        assert (rows[name][:, 1:] > EVEN).any(), name
+
+
+def test_a_mean_counts_all_tokens_alike_where_nothing_follows() -> None:
+    """Behind the last branch stand a mean and a linear head: every row's gradient is W^T u / N."""
+    given = calibration("pre-norm", get_variant("l1"))
+    last = list(branches(given.teacher))[-1].node.name
+    rows = importance(given.teacher, given.images, given.processes)[last][0].reshape(-1, TOKENS)
+    torch.testing.assert_close(rows, rows[:, :1].expand_as(rows))
+
+
+def test_weights_have_the_same_mean_in_every_batch() -> None:
+    given = calibration("windows", get_variant("l1"))
+    for batches in importance(given.teacher, given.images, given.processes).values():
+        assert [float(rows.mean()) for rows in batches.values()] == pytest.approx([1 + EVEN] * len(batches))
+
+
+def test_a_draw_belongs_to_its_batch_whoever_makes_it() -> None:
+    given = calibration("windows", get_variant("l1"))
+    alone = importance(given.teacher, given.images, Processes())
+    shared = [importance(given.teacher, given.images, Processes(rank, 2)) for rank in range(2)]
+    for name, batches in alone.items():
+        for index, rows in batches.items():
+            assert torch.equal(rows, shared[index % 2][name][index])
+
+
+def test_without_a_gradient_all_tokens_are_alike() -> None:
+    given = calibration("pre-norm", get_variant("l1"), model=Classes("pre-norm"))
+    weights = importance(given.teacher, given.images, given.processes)
+    assert all(len(rows.unique()) == 1 for batches in weights.values() for rows in batches.values())
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model = Model("pre-norm").requires_grad_(False)
+    given = calibration("pre-norm", get_variant("l1"), model=model)
+    importance(given.teacher, given.images, given.processes)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_fit_serves_the_token_that_is_read() -> None:
+    """A form that cannot serve every token: with weights, the answer comes closer than with all tokens alike."""
+
+    class Alike(Fit):
+        def residual_fit(self, branch, teacher, student, weights):  # type: ignore[no-untyped-def]
+            ones = {name: {i: torch.ones_like(rows) for i, rows in each.items()} for name, each in weights.items()}
+            return super().residual_fit(branch, teacher, student, ones)
+
+    errors = []
+    for fit in (Fit(), Alike()):
+        given = calibration("pre-norm", get_variant("additive"), model=FirstToken("pre-norm"))
+        fit.run(given)
+        errors.append(distance(given).error)
+    assert errors[0] < errors[1]

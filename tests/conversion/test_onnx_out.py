@@ -1,0 +1,130 @@
+"""An ONNX file from explain to convert: what is saved computes what the torch module computes."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from onnx_runs import exported_vit, run
+from tiny_vits import IMAGE, Vit
+from torch import nn
+
+import attnrewrite as ar
+from attnrewrite.errors import InputError
+from attnrewrite.passes.onnx.diff import difference
+
+_ATTENDS = {
+    "MatMul",
+    "Gemm",
+    "Add",
+    "Mul",
+    "Reshape",
+    "Transpose",
+    "Softmax",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "Gather",
+    "Concat",
+    "Shape",
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small transformer as torch's exporter writes it, [B, 3, 16, 16] -> [B, 5], with two attentions."""
+    path = tmp_path_factory.mktemp("files") / "vit.onnx"
+    torch.manual_seed(0)
+    ir.save(exported_vit(Vit().eval()), path)
+    return path
+
+
+def test_a_file_is_explained_without_torch(file: Path) -> None:
+    found = ar.explain(file)
+    assert (found.frontend, found.model, [site.id for site in found.sites]) == ("onnx", "vit", ["site0", "site1"])
+
+
+def test_a_file_is_converted_and_calibrated(file: Path, tmp_path: Path) -> None:
+    images = [torch.rand(4, *IMAGE[1:]) for _ in range(3)]
+    done = ar.convert(file, variant="l1", calibration=images, keep=["site1"])
+    folder = done.save(tmp_path / "out")
+    report = json.loads((folder / "report.json").read_text())
+    assert [site["variant"] for site in report["sites"]] == ["l1", "softmax"]
+    onnx.checker.check_model(folder / "model.onnx", full_check=True)
+    before, after = ir.load(file), ir.load(folder / "model.onnx")
+    with torch.no_grad():
+        wanted = done.module(images[0])
+    np.testing.assert_allclose(run(after, images[0].numpy())[0], wanted, rtol=1e-4, atol=1e-5)
+    found = difference(before, after)
+    assert found.signature == ()
+    assert {name.split("/")[0] for name in found.added} == {"attention_site0"}
+    kept = {node.name for node in after.graph} & {node.name for node in before.graph}
+    assert {node.op_type for node in before.graph if node.name not in kept} <= _ATTENDS
+    assert sum(node.op_type == "Softmax" for node in after.graph) == 1
+    again = ar.explain(folder / "model.onnx")
+    assert [site.n_queries for site in again.sites] == [16]
+
+
+class Pixels(nn.Module):
+    """A transformer that takes bytes, channels last, and normalises them itself: [B, 16, 16, 3] -> [B, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit = Vit()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.vit(x.permute(0, 3, 1, 2).float() / 255)
+
+
+@pytest.fixture(scope="module")
+def pixels_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("files") / "pixels.onnx"
+    torch.manual_seed(0)
+    example = torch.randint(0, 256, (2, 16, 16, 3), dtype=torch.uint8)
+    program = torch.onnx.export(
+        Pixels().eval(), (example,), dynamo=True, dynamic_shapes=({0: torch.export.Dim("b")},), verbose=False
+    )
+    program.save(path)
+    return path
+
+
+def test_a_file_that_takes_bytes_is_calibrated_on_the_pixels_themselves(pixels_file: Path, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), np.uint8)
+    np.savez(tmp_path / "d.npz", x=x)
+    done = ar.convert(pixels_file, variant="l1", calibration=tmp_path / "d.npz")
+    folder = done.save(tmp_path / "out")
+    assert done.report["calibration"]["images"] == 12
+    with torch.no_grad():
+        wanted = done.module(torch.from_numpy(x))
+    np.testing.assert_allclose(run(ir.load(folder / "model.onnx"), x)[0], wanted, rtol=1e-4, atol=1e-5)
+    found = ar.evaluate(folder, tmp_path / "d.npz")["out"]
+    assert found.n == 12
+    assert found.agreement is not None
+
+
+def test_the_mean_of_a_file_that_takes_bytes_is_its_own(pixels_file: Path) -> None:
+    with pytest.raises(InputError, match=r"pixels takes the pixels themselves .* leave out --mean and --std"):
+        ar.convert(pixels_file, variant="l1", mean=0.5, std=0.5)
+
+
+@pytest.mark.skipif(find_spec("coremltools") is None, reason="coremltools is not installed")
+def test_a_file_reaches_core_ml_which_takes_no_bytes(pixels_file: Path, tmp_path: Path) -> None:
+    artifact = ar.lower(pixels_file, target="coreml-npu", out=tmp_path / "npu")
+    assert artifact.notes == ("takes int32 for input 0 (uint8)",)
+    assert artifact.max_abs_error < 0.05
+
+
+def test_sites_are_called_what_explain_calls_them(file: Path) -> None:
+    names = [site.name for site in ar.explain(file).sites]
+    done = ar.convert(file, variant="l1", keep=names[:1])
+    assert [site["name"] for site in done.report["sites"]] == names
+    assert [site["variant"] for site in done.report["sites"]] == ["softmax", "l1"]
+
+
+def test_a_checkpoint_is_no_use_to_a_file(file: Path) -> None:
+    with pytest.raises(InputError, match=r"weights are inside: it takes no --checkpoint"):
+        ar.explain(file, checkpoint="weights.pth")

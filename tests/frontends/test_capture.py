@@ -1,0 +1,100 @@
+"""From a model to its graph: the batch is left open where it can be, and what cannot be exported is told apart."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attnrewrite as ar
+from attnrewrite.errors import InputError
+from attnrewrite.frontends.capture import capture
+
+X = torch.randn(1, 8, 16)
+
+
+class Block(nn.Module):
+    """Tokens [B, 8, 16] attend to each other; `tokens` is what a subclass makes of them first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.tokens(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+class OneImage(Block):
+    def tokens(self, x: Tensor) -> Tensor:
+        return x.reshape(1, 8, 16)
+
+
+class Branching(Block):
+    def tokens(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+class Choosing(Block):
+    """Only the tokens that stand out are kept: how many, the data says."""
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return x[:, x[0, :, 0].abs().argsort().unique()[:8]]
+
+
+def test_the_batch_is_open_where_the_model_leaves_it_open() -> None:
+    captured = capture("m", Block(), (X,))
+    assert (captured.fixed_batch, captured.exact) == (None, True)
+    assert captured.module(torch.randn(3, 8, 16)).shape == (3, 8, 16)
+
+
+def test_a_model_for_one_image_is_captured_for_one_image() -> None:
+    captured = capture("m", OneImage(), (X,))
+    assert (captured.fixed_batch, captured.exact) == (1, True)
+    assert captured.note
+
+
+def test_shapes_that_follow_the_data_are_explained_and_not_converted(capfd: pytest.CaptureFixture[str]) -> None:
+    (site,) = ar.explain(Choosing(), (X,)).sites
+    assert (site.anchor, site.heads, site.scale) == ("sdpa", 2, pytest.approx(8**-0.5))
+    with pytest.raises(InputError, match=r"Choosing cannot be captured .*; it can be explained, but not converted"):
+        ar.convert(Choosing(), (X,), variant="l1")
+    assert capfd.readouterr().err == ""
+
+
+def test_branches_that_follow_the_data_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match=r"Branching cannot be captured by torch.export: .*control flow"):
+        ar.explain(Branching(), (X,))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_program_in_core_operators_has_the_same_site(batch: int) -> None:
+    model, x = Block().eval(), torch.randn(batch, 8, 16)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},) if batch > 1 else None)
+    core = program.run_decompositions()
+    assert "scaled_dot_product_attention.default" not in str(core.graph)
+    (wanted,), (found,) = ar.explain(program).sites, ar.explain(core).sites
+    assert found.fingerprint == wanted.fingerprint
+    assert found.core_reason is None
+    done = ar.convert(core, variant="softmax")
+    torch.testing.assert_close(done.module(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+class WholeLayer(nn.Module):
+    """What torch's fast path makes of nn.MultiheadAttention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias
+        return torch._native_multi_head_attention(x, x, x, 16, 2, *weights, need_weights=False)[0]
+
+
+def test_a_layer_in_one_operator_is_a_near_miss() -> None:
+    scan = ar.explain(WholeLayer(), (X,))
+    assert (len(scan.sites), [miss.reason for miss in scan.near_misses]) == (0, ["fused-layer"])

@@ -1,0 +1,314 @@
+"""ONNX into torch: every operator that is translated computes what onnxruntime computes, at any batch."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from onnx_spellings import NOT_ON_PROCESSORS, SPELLINGS, proto, spelled
+
+from attnrewrite.errors import InputError
+from attnrewrite.frontends.capture import capture
+from attnrewrite.frontends.onnx_import.importer import TOLERANCE, difference, import_model
+from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.patterns.matcher import scan
+from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
+from attnrewrite.patterns.weights import same_weights
+
+IMAGE = "float[B,6,9,9] x"
+TOKENS = "float[B,10,16] x"
+# name: (opset, input, body), the result is y
+OPERATORS = {
+    "arithmetic": (
+        17,
+        TOKENS,
+        """
+            a = Sub(x, bq)
+            b = Div(a, root)
+            c = Mul(b, x)
+            two = Constant<value_float=2.0>()
+            d = Pow(c, two)
+            e = Sqrt(d)
+            f = Neg(e)
+            g = Exp(f)
+            h = Abs(g)
+            i = Min(h, x, a)
+            j = Max(i, b)
+            k = Reciprocal(root)
+            y = Sum(j, k, x)
+        """,
+    ),
+    "activations": (
+        22,
+        TOKENS,
+        """
+            a = Relu(x)
+            b = Sigmoid(a)
+            c = Tanh(b)
+            d = Erf(c)
+            e = Softplus(d)
+            f = HardSigmoid<alpha=0.1>(e)
+            g = HardSwish(f)
+            h = Gelu(g)
+            i = Gelu<approximate="tanh">(x)
+            j = LeakyRelu<alpha=0.2>(x)
+            k = Elu(x)
+            l = Mish(x)
+            m = PRelu(x, root)
+            low = Constant<value_float=-0.5>()
+            n = Clip(x, low)
+            y = Sum(h, i, j, k, l, m, n)
+        """,
+    ),
+    "comparison": (
+        17,
+        TOKENS,
+        """
+            a = Greater(x, root)
+            b = Less(x, bq)
+            c = Or(a, b)
+            d = Not(c)
+            e = Equal(d, a)
+            f = Where(e, x, bq)
+            g = Cast<to=1>(e)
+            h = Floor(x)
+            i = Ceil(x)
+            j = Round(x)
+            k = Sign(x)
+            l = Mod<fmod=1>(x, root)
+            y = Sum(f, g, h, i, j, k, l)
+        """,
+    ),
+    "whole numbers divide towards zero": (
+        17,
+        TOKENS,
+        "three = Constant<value_int=3>() f = Mul(x, wide) i = Cast<to=7>(f) d = Div(i, three) y = Cast<to=1>(d)",
+    ),
+    "normalisation": (
+        17,
+        IMAGE,
+        """
+            a = BatchNormalization(x, six, six, six, six_positive)
+            b = InstanceNormalization(a, six, six)
+            c = LayerNormalization<axis=-1>(b, nine, nine)
+            d = LpNormalization<axis=1>(c)
+            y = Softmax<axis=1>(d)
+        """,
+    ),
+    "convolution": (
+        17,
+        IMAGE,
+        """
+            a = Conv<kernel_shape=[3, 3], pads=[1, 0, 0, 1]>(x, kernel)
+            b = Conv<auto_pad="SAME_UPPER", strides=[2, 2]>(a, kernel, six)
+            c = Conv<group=6, dilations=[2, 2], pads=[2, 2, 2, 2]>(b, depthwise)
+            y = ConvTranspose<strides=[2, 2]>(c, kernel)
+        """,
+    ),
+    "pooling": (
+        17,
+        IMAGE,
+        """
+            a = MaxPool<kernel_shape=[3, 3], strides=[2, 2], pads=[0, 0, 1, 1]>(x)
+            b = AveragePool<kernel_shape=[2, 2]>(a)
+            c = AveragePool<kernel_shape=[3, 3], pads=[1, 1, 1, 1], count_include_pad=1>(b)
+            d = GlobalAveragePool(c)
+            e = GlobalMaxPool(x)
+            y = Add(d, e)
+        """,
+    ),
+    "resize": (
+        17,
+        IMAGE,
+        """
+            a = Resize<mode="linear", coordinate_transformation_mode="half_pixel">(x, , twice)
+            b = Resize<mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor">(a, , twice)
+            y = Resize<mode="cubic", cubic_coeff_a=-0.75>(b, , half)
+        """,
+    ),
+    "reductions": (
+        18,
+        IMAGE,
+        """
+            last = Constant<value_ints=[-1]>()
+            a = ReduceMean(x, last)
+            b = ReduceSum(x, last)
+            c = ReduceMax(x, last)
+            d = ReduceL2(x, last)
+            e = ReduceL1(x, last)
+            f = ReduceSumSquare(x, last)
+            g = ReduceLogSumExp(x, last)
+            h = ReduceMin<keepdims=1>(x, last)
+            i = ArgMax<axis=-1>(x)
+            j = Cast<to=1>(i)
+            y = Sum(a, b, c, d, e, f, g, h, j)
+        """,
+    ),
+    "reductions with axes as attributes": (
+        11,
+        IMAGE,
+        "a = ReduceMean<axes=[2, 3], keepdims=0>(x) y = Unsqueeze<axes=[1]>(a)",
+    ),
+    "slices": (
+        17,
+        IMAGE,
+        """
+            one = Constant<value_ints=[1]>()
+            minus = Constant<value_ints=[-1]>()
+            end = Constant<value_ints=[-9223372036854775807]>()
+            axis = Constant<value_ints=[3]>()
+            two = Constant<value_ints=[2]>()
+            many = Constant<value_ints=[9223372036854775807]>()
+            a = Slice(x, one, minus, axis)
+            b = Slice(a, minus, end, axis, minus)
+            c = Slice(b, one, many, axis, two)
+            p, q, r = Split<axis=1>(c, thirds)
+            y = Concat<axis=1>(r, p, q)
+        """,
+    ),
+    "taking": (
+        17,
+        IMAGE,
+        """
+            one = Constant<value_int=-1>()
+            several = Constant<value_ints=[2, 0, -1]>()
+            grid = Reshape(several, column)
+            a = Gather<axis=1>(x, one)
+            b = Gather<axis=1>(x, several)
+            c = Gather<axis=2>(b, grid)
+            d = ReduceMax<axes=[1], keepdims=0>(c)
+            e = ReduceSum<keepdims=1>(d)
+            y = Add(a, e)
+        """,
+    ),
+    "shapes": (
+        17,
+        IMAGE,
+        """
+            a0 = Flatten<axis=2>(x)
+            cube = Constant<value_ints=[-1, 6, 81]>()
+            a = Reshape(a0, cube)
+            b = Transpose<perm=[0, 2, 1]>(a)
+            size = Shape(b)
+            c = Transpose(b)
+            back = Transpose(c)
+            flat = Constant<value_ints=[-1]>()
+            d = Reshape(back, flat)
+            y = Reshape(d, size)
+        """,
+    ),
+    "spreading": (
+        17,
+        TOKENS,
+        """
+            size = Shape(x)
+            a = Expand(bq, size)
+            ones = Constant<value_ints=[1, 2, 1]>()
+            b = Tile(a, ones)
+            c = Tile(x, ones)
+            z = ConstantOfShape(size)
+            d = Tile(z, ones)
+            e = Add(b, c)
+            y = Add(d, e)
+        """,
+    ),
+    "tiles over the batch": (
+        17,
+        TOKENS,
+        """
+            size = Shape(x)
+            zero = Constant<value_ints=[0]>()
+            b = Gather<axis=0>(size, zero)
+            rest = Constant<value_ints=[1, 1]>()
+            r = Concat<axis=0>(b, rest)
+            row = Reshape(bq, cube)
+            t = Tile(row, r)
+            y = Add(x, t)
+        """,
+    ),
+    "padding": (
+        13,
+        IMAGE,
+        """
+            p = Constant<value_ints=[0, 0, 1, 2, 0, 0, 0, 1]>()
+            v = Constant<value_float=1.5>()
+            a = Pad(x, p, v)
+            b = Pad<mode="reflect">(a, p)
+            y = Pad<mode="edge">(b, p)
+        """,
+    ),
+    "blocks of pixels": (
+        17,
+        "float[B,8,4,4] x",
+        """
+            a = DepthToSpace<blocksize=2>(x)
+            b = SpaceToDepth<blocksize=2>(a)
+            y = DepthToSpace<blocksize=2, mode="CRD">(b)
+        """,
+    ),
+    "products": (
+        17,
+        "float[B,16] x",
+        """
+            a = Gemm<transB=1>(x, wq, bq)
+            b = Gemm<alpha=0.5, beta=2.0>(a, wk, bk)
+            c = MatMul(b, wv)
+            d = Einsum<equation="bi,bj->bij">(c, a)
+            y = ReduceSum<keepdims=0>(d)
+        """,
+    ),
+    "scattering": (
+        17,
+        IMAGE,
+        "size = Shape(x) i = Expand(places, size) y = ScatterElements<axis=1>(x, i, x)",
+    ),
+    "triangles and sums": (17, IMAGE, "a = Trilu<upper=0>(x) one = Constant<value_int=2>() y = CumSum(a, one)"),
+    "fused": (17, TOKENS, "y, m, i = com.microsoft.SkipLayerNormalization(x, x, bq, bk)"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_computes_what_onnxruntime_computes(name: str) -> None:
+    opset, inputs, body = OPERATORS[name]
+    model = ir.serde.deserialize_model(proto(body, opset, inputs, "float y"))
+    model.graph.outputs[0].shape = None
+    module, (example,) = import_model(model)
+    assert difference(model, module, (torch.cat([example, -example, example]),)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in SPELLINGS if name not in NOT_ON_PROCESSORS])
+def test_an_imported_attention_is_the_same_site(name: str) -> None:
+    model = spelled(name)
+    module, inputs = import_model(model)
+    (mine,) = scan(FxGraph(capture("imported", module, inputs).module), "imported").sites
+    (wanted,) = scan_onnx(OnnxGraph(model), "model").sites
+    assert same_weights(mine.fingerprint, wanted.fingerprint)
+    assert (mine.heads, mine.n_queries, mine.scale) == (wanted.heads, wanted.n_queries, pytest.approx(wanted.scale))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("y = Hardmax(x)", r"Hardmax \(node 'node0', opset 17\) cannot be imported .*: no translation is known"),
+        ("s = Shape(x) f = Cast<to=1>(s) g = ReduceSum<keepdims=0>(f) y = Mul(x, g)", "the batch size as a number"),
+        (
+            """m = ReduceMax<keepdims=0>(x) i = Cast<to=7>(m) zero = Constant<value_int=0>()
+            one = Constant<value_int=1>() r = Range(zero, i, one) y = Cast<to=1>(r)""",
+            "the size of its result depends on the data",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_is_named(body: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        import_model(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float y")))
+
+
+def test_a_third_party_file_is_imported(shared: Path) -> None:
+    path = shared / "data/cct_xs_plate_ocr_onnx/cct_xs_v1_global.onnx"
+    if not path.is_file():
+        pytest.skip(f"needs {path.name}")
+    module, (example,) = import_model(ir.load(path))
+    assert (example.dtype, tuple(example.shape)) == (torch.uint8, (2, 64, 128, 3))
+    assert difference(ir.load(path), module, (torch.cat([example, example.flip(1)]),)) <= TOLERANCE
+    np.testing.assert_allclose(module(example).sum(-1).detach(), 1, rtol=1e-5)

@@ -1,0 +1,113 @@
+"""Small models of every arrangement of a block, and the calibration of one of them, for tests of stages."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnrewrite.calibration.stage import Calibration
+from attnrewrite.calibration.stages import split
+from attnrewrite.frontends.capture import capture
+from attnrewrite.images.dataset import Images, load_images
+from attnrewrite.images.pool import Pool
+from attnrewrite.passes.fx.rewrite import FxRewrite
+from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.patterns.matcher import scan
+from attnrewrite.plan import Placement, Plan
+from attnrewrite.variants.base import Variant
+from attnrewrite.variants.registry import get_variant
+
+WIDTH, HEADS, SIDE = 8, 2, 6
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        nn.init.normal_(self.qkv.weight)  # scores far apart, so that attention matters
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.shape[1]
+        parts = self.qkv(x).reshape(-1, count, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(*parts.unbind(0))
+        return self.proj(out.transpose(1, 2).reshape(-1, count, WIDTH))
+
+
+class Mlp(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+class ConvMlp(nn.Sequential):
+    """The same on an image of tokens, by convolutions of one pixel."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(WIDTH, 2 * WIDTH, 1), nn.GELU(), nn.Conv2d(2 * WIDTH, WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.transpose(1, 2).reshape(-1, WIDTH, SIDE, SIDE)
+        return super().forward(image).flatten(2).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """One block in five arrangements; each has two branches that end in a linear map."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.attention, self.mlp = Attention(), ConvMlp() if kind == "convolutions" else Mlp()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.2, 2.0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "post-norm":
+            x = self.first(x + self.attention(x))
+            return self.second(x + self.mlp(x))
+        if self.kind == "parallel":
+            return x + self.attention(self.first(x)) + self.mlp(self.second(x))
+        if self.kind == "windows":
+            x = x + self._windows(self.first(x))
+            return x + self.mlp(self.second(x))
+        x = x + self.scale * self.attention(self.first(x))
+        return x + self.mlp(self.second(x)) * self.scale
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """Attention in rolled 4x4 windows of the 6x6 grid padded to 8x8."""
+        image = F.pad(x.reshape(-1, SIDE, SIDE, WIDTH), (0, 0, 0, 2, 0, 2)).roll((-1, -1), (1, 2))
+        folded = image.reshape(-1, 2, 4, 2, 4, WIDTH).permute(0, 1, 3, 2, 4, 5).reshape(-1, 16, WIDTH)
+        out = self.attention(folded).reshape(-1, 2, 2, 4, 4, WIDTH).permute(0, 1, 3, 2, 4, 5)
+        return out.reshape(-1, 8, 8, WIDTH).roll((1, 1), (1, 2))[:, :SIDE, :SIDE].reshape(-1, SIDE * SIDE, WIDTH)
+
+
+class Model(nn.Module):
+    """[B, 3, 12, 12] -> logits [B, 5]: a convolution to 36 tokens, two blocks, a mean and a linear head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Conv2d(3, WIDTH, 2, 2), nn.Linear(WIDTH, 5)
+        self.blocks = nn.Sequential(Block(kind), Block(kind))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x).flatten(2).transpose(1, 2)).mean(1))
+
+
+KINDS = ("post-norm", "pre-norm", "parallel", "windows", "convolutions")
+
+
+def pictures(count: int = 96) -> Images:
+    return load_images(torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(1)))
+
+
+def calibration(
+    kind: str, variant: Variant, images: Images | None = None, model: nn.Module | None = None
+) -> Calibration:
+    example = (torch.zeros(1, 3, 12, 12),)
+    graph = capture(kind, model or Model(kind), example).module
+    found = scan(FxGraph(graph), kind)
+    assert len(found.sites) == 2, found.near_misses
+    both = [
+        FxRewrite(Plan(kind, tuple(Placement.at(site, each) for site in found.sites)))(graph)
+        for each in (get_variant("softmax"), variant)
+    ]
+    pools = [Pool(part, None, (3, 12, 12), 16) for part in split(images or pictures())]
+    return Calibration(both[0], both[1], pools[0], pools[1])

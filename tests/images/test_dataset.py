@@ -1,0 +1,263 @@
+"""Images from folders, .npz files and iterables; what cannot be used is refused before anything starts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from attnrewrite.errors import InputError
+from attnrewrite.images.dataset import load_images
+from attnrewrite.images.preprocessing import Preprocessing, as_taken, channel_values, image_size, override, parse_size
+
+PLAIN = Preprocessing((0.0,), (1.0,))
+SIZE = (3, 6, 8)
+
+
+def pixels(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def picture(path: Path, *shape: int) -> np.ndarray:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = pixels(*shape)
+    Image.fromarray(values).save(path)
+    return values
+
+
+def test_an_npz_in_batches_normalised_with_its_labels(tmp_path: Path) -> None:
+    x, y = pixels(5, 6, 8, 3), np.array([4, 3, 2, 1, 0], dtype=np.uint16)
+    np.savez(tmp_path / "d.npz", x=x, y=y)
+    images = load_images(tmp_path / "d.npz")
+    batches = list(images.batches(Preprocessing((0.5, 0.25, 0.0), (0.5,)), 2, SIZE))
+    assert [len(pixels) for pixels, _ in batches] == [2, 2, 1]
+    wanted = (torch.from_numpy(x).permute(0, 3, 1, 2) / 255 - torch.tensor([0.5, 0.25, 0]).view(3, 1, 1)) / 0.5
+    torch.testing.assert_close(torch.cat([pixels for pixels, _ in batches]), wanted, rtol=0, atol=1e-6)
+    assert torch.cat([labels for _, labels in batches if labels is not None]).tolist() == [4, 3, 2, 1, 0]
+
+
+def test_a_model_that_takes_bytes_gets_the_pixels_channels_last(tmp_path: Path) -> None:
+    x = pixels(3, 6, 8, 3)
+    np.savez(tmp_path / "d.npz", x=x)
+    taken = as_taken(None, torch.zeros(1, 6, 8, 3, dtype=torch.uint8))
+    ((batch, _),) = load_images(tmp_path / "d.npz").batches(taken, 8, image_size((1, 6, 8, 3)))
+    assert batch.dtype == torch.uint8
+    assert np.array_equal(batch.numpy(), x)
+
+
+def test_grey_images_have_one_channel_and_no_labels(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x=pixels(3, 6, 8))
+    ((batch, labels),) = load_images(tmp_path / "d.npz").batches(PLAIN, 8, (1, 6, 8))
+    assert batch.shape == (3, 1, 6, 8)
+    assert labels is None
+
+
+def test_a_sample_is_the_same_for_a_seed_and_pairs_images_with_labels() -> None:
+    images = load_images([(torch.full((1, 2, 2), float(i)), i) for i in range(20)])
+    first = images.sample(7, 1)
+    assert first.y is not None
+    orders = [images.sample(7, seed).y.tolist() for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert len(set(first.y.tolist())) == 7
+    ((batch, labels),) = first.batches(None, 7, (1, 2, 2))
+    assert labels is not None
+    assert batch[:, 0, 0, 0].tolist() == labels.tolist()
+    assert len(images.sample(100, 0)) == 20
+
+
+def test_a_folder_of_classes_in_order_of_name(tmp_path: Path) -> None:
+    for name in ("dog/b.png", "dog/a.jpg", "cat/x.PNG", ".hidden/z.png"):
+        picture(tmp_path / name, 6, 8, 3)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("not a picture")
+    images = load_images(tmp_path)
+    assert images.classes == ("cat", "dog", "empty")
+    assert images.y is not None
+    assert images.y.tolist() == [0, 1, 1]
+    assert [len(batch) for batch, _ in images.batches(PLAIN, 2, SIZE)] == [2, 1]
+
+
+def test_a_flat_folder_is_read_as_it_is_where_it_has_the_size(tmp_path: Path) -> None:
+    values = picture(tmp_path / "a.png", 6, 8, 3)
+    images = load_images(str(tmp_path))
+    ((batch, labels),) = images.batches(PLAIN, 4, SIZE)
+    assert labels is None
+    assert torch.equal((batch[0] * 255).round().to(torch.uint8).permute(1, 2, 0), torch.from_numpy(values))
+    ((grey, _),) = images.batches(PLAIN, 4, (1, 6, 8))
+    assert grey.shape == (1, 1, 6, 8)
+
+
+@pytest.mark.parametrize(("height", "width"), [(300, 400), (401, 300), (50, 50), (224, 300)])
+@pytest.mark.parametrize("crop", [0.875, 0.9, 1.0])
+def test_files_are_resized_as_timm_does_for_evaluation(tmp_path: Path, height: int, width: int, crop: float) -> None:
+    from attnrewrite.frontends.torchvision import import_torchvision
+
+    import_torchvision()
+    data = pytest.importorskip("timm.data", reason="needs timm")
+    picture(tmp_path / "a.png", height, width, 3)
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+    transform = data.create_transform((3, 224, 224), mean=mean, std=std, crop_pct=crop, interpolation="bicubic")
+    wanted = transform(Image.open(tmp_path / "a.png"))
+    ((batch, _),) = load_images(tmp_path).batches(Preprocessing(mean, std, crop), 1, (3, 224, 224))
+    torch.testing.assert_close(batch[0], wanted, rtol=0, atol=1e-5)
+
+
+def test_iterables_of_floats_are_inputs_and_of_bytes_are_pictures() -> None:
+    floats = torch.randn(4, 3, 6, 8)
+    ((batch, _),) = load_images([floats[:3], floats[3]]).batches(None, 8, SIZE)
+    assert torch.equal(batch, floats)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(floats, torch.arange(4)), batch_size=3)
+    ((batch, labels),) = load_images(loader).batches(None, 8, SIZE)
+    assert torch.equal(batch, floats)
+    assert labels is not None
+    assert labels.tolist() == [0, 1, 2, 3]
+    bytes_ = torch.from_numpy(pixels(2, 3, 6, 8))
+    ((batch, _),) = load_images(bytes_).batches(PLAIN, 8, SIZE)
+    assert torch.equal(batch, bytes_ / 255)
+
+
+def saved(**arrays: object) -> object:
+    return lambda path: np.savez(path / "d.npz", **arrays)  # type: ignore[arg-type]
+
+
+def cut_short(path: Path) -> None:
+    np.savez(path / "d.npz", x=pixels(40, 6, 8, 3))
+    whole = (path / "d.npz").read_bytes()
+    (path / "d.npz").write_bytes(whole[: len(whole) // 2])
+
+
+BAD_NPZ = {
+    "no x": (saved(images=pixels(2, 6, 8)), "has no array 'x' .it has images"),
+    "floats": (saved(x=np.zeros((2, 6, 8))), "x is float64 .2, 6, 8. and must be uint8"),
+    "one axis": (saved(x=pixels(5)), r"x is uint8 \[5\] and must be"),
+    "empty": (saved(x=np.zeros((0, 6, 8), np.uint8)), "holds no images"),
+    "labels too few": (saved(x=pixels(2, 6, 8), y=np.arange(3)), r"y is int64 \[3\] and must be 2 integers"),
+    "labels not whole": (saved(x=pixels(2, 6, 8), y=np.zeros(2)), "y is float64"),
+    "labels below zero": (saved(x=pixels(2, 6, 8), y=np.array([0, -1])), "y holds -1"),
+    "pickled": (saved(x=np.array([object()])), "it holds pickled objects"),
+    "truncated": (cut_short, "it is truncated"),
+    "text": (lambda path: (path / "d.npz").write_text("hello"), "not an .npz"),
+    "a web page": (lambda path: (path / "d.npz").write_text("<!doctype html>"), "d.npz is a web page, not a .npz"),
+    "absent": (lambda path: None, "cannot read the .npz .*d.npz: No such file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_NPZ)
+def test_a_bad_npz_is_refused(tmp_path: Path, case: str) -> None:
+    make, message = BAD_NPZ[case]
+    make(tmp_path)
+    with pytest.raises(InputError, match=message):
+        load_images(tmp_path / "d.npz")
+
+
+def both_kinds(path: Path) -> None:
+    picture(path / "a.png", 6, 8, 3)
+    picture(path / "cat" / "b.png", 6, 8, 3)
+
+
+BAD_FOLDERS = {
+    "empty": (lambda path: None, "holds no images"),
+    "both kinds": (both_kinds, "both images and folders of images"),
+    "not a picture": (lambda path: (path / "a.png").write_text("<html>"), "a.png is not an image"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_a_bad_folder_is_refused(tmp_path: Path, case: str) -> None:
+    make, message = BAD_FOLDERS[case]
+    make(tmp_path)
+    with pytest.raises(InputError, match=message):
+        load_images(tmp_path)
+
+
+def test_a_damaged_picture_is_named(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", 60, 80, 3)
+    whole = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "a.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"a\.png is damaged"):
+        list(load_images(tmp_path).batches(PLAIN, 1, SIZE))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "is empty"),
+        ([torch.zeros(3)], r"not a tensor \[3\]"),
+        (["a"], "not a str"),
+        ([torch.zeros(1, 2, 2), torch.zeros(1, 3, 3)], "several shapes"),
+        ([torch.zeros(1, 2, 2, dtype=torch.int64)], "not torch.int64"),
+        (3, "a int is no images"),
+    ],
+)
+def test_a_bad_iterable_is_refused(data: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_images(data)  # type: ignore[arg-type]
+
+
+def test_a_mismatch_with_the_model_is_told_before_the_first_batch(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x=pixels(2, 6, 8, 3))
+    images = load_images(tmp_path / "d.npz")
+    with pytest.raises(InputError, match="holds images of 3x6x8 and the model takes 3x8x8: resize them"):
+        images.batches(PLAIN, 1, (3, 8, 8))
+    with pytest.raises(InputError, match="give --mean and --std"):
+        images.batches(None, 1, SIZE)
+    with pytest.raises(InputError, match="mean has 2 numbers and the images 3 channels"):
+        next(images.batches(Preprocessing((0.0, 0.0), (1.0,)), 1, SIZE))
+
+
+def test_sizes_and_channel_values_as_users_write_them() -> None:
+    assert parse_size("3x32x48") == (3, 32, 48)
+    assert parse_size("224") == (3, 224, 224)
+    assert parse_size([1, 28, 28]) == (1, 28, 28)
+    assert channel_values("mean", "0.5,0.25,0") == (0.5, 0.25, 0.0)
+    assert channel_values("mean", 0.5) == (0.5,)
+    known = Preprocessing((0.5,), (0.5,), 0.9, "bilinear")
+    assert override(known, "0.1,0.2,0.3", None) == Preprocessing((0.1, 0.2, 0.3), (0.5,), 0.9, "bilinear")
+    assert override(None, None, None) is None
+    assert override(None, 0, 1) == PLAIN
+
+
+@pytest.mark.parametrize("size", ["", "3x", "axbxc", "32x32", "3x0x32", "3x32x32x1", "-3x2x2", (3, 4)])
+def test_bad_sizes(size: object) -> None:
+    with pytest.raises(InputError, match="is not CHANNELSxHEIGHTxWIDTH"):
+        parse_size(size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "message"),
+    [
+        ("a", "1", "--mean 'a' is not a number"),
+        ("0,,0", "1", "is not a number"),
+        ("0", "0", "above zero"),
+        ("nan", "1", "finite"),
+        ("0.5", None, "--mean without --std"),
+        (None, "0.5", "--std without --mean"),
+    ],
+)
+def test_bad_channel_values(mean: str | None, std: str | None, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        override(None, mean, std)
+
+
+def test_damaged_files_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    for name in ("a/1.png", "a/2.png", "b/3.png"):
+        picture(tmp_path / name, 6, 8, 3)
+    whole = (tmp_path / "a/2.png").read_bytes()
+    (tmp_path / "a/2.png").write_bytes(whole[: len(whole) // 2])  # begins as a picture, and breaks off
+    (tmp_path / "b/4.png").write_text("no picture")
+    with pytest.raises(InputError, match=r"4\.png is not an image that can be read: mend it, remove it, or --skip-bad"):
+        load_images(tmp_path)
+    images = load_images(tmp_path, skip_bad=True)
+    assert [path.name for path in images.skipped] == ["2.png", "4.png"]
+    assert images.y is not None
+    assert images.y.tolist() == [0, 1]
+    ((batch, _),) = images.batches(PLAIN, 8, SIZE)
+    assert len(batch) == 2
+    (tmp_path / "b/4.png").unlink()
+    with pytest.raises(InputError, match=r"2\.png is damaged"):
+        next(load_images(tmp_path).batches(PLAIN, 8, SIZE))
+    for name in ("a/1.png", "b/3.png"):
+        (tmp_path / name).write_text("no picture either")
+    with pytest.raises(InputError, match="all 3 images are damaged"):
+        load_images(tmp_path, skip_bad=True)

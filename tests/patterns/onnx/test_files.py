@@ -1,0 +1,168 @@
+"""ONNX files that are damaged or hostile: one error that says what is wrong; nothing hangs, nothing else is read."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx_spellings import SPELLINGS, proto
+
+from attnrewrite.errors import InputError
+from attnrewrite.patterns.onnx.files import read_model
+from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
+
+PLAIN = SPELLINGS["plain"][1]
+
+
+def explain(path: Path) -> int:
+    return len(scan_onnx(OnnxGraph(read_model(path)), "model"))
+
+
+def written(path: Path, model: onnx.ModelProto) -> Path:
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def truncated(folder: Path) -> Path:
+    path = written(folder / "model.onnx", proto(PLAIN, 17))
+    path.write_bytes(path.read_bytes()[:-100])
+    return path
+
+
+def empty(folder: Path) -> Path:
+    return written(folder / "model.onnx", onnx.ModelProto())
+
+
+def text(folder: Path) -> Path:
+    path = folder / "model.onnx"
+    path.write_text("this is not a model, it is a sentence")
+    return path
+
+
+def absent(folder: Path) -> Path:
+    return folder / "model.onnx"
+
+
+def cyclic(folder: Path) -> Path:
+    return written(folder / "model.onnx", proto("a = Add(x, b) b = Relu(a) y = Softmax(b)", 17))
+
+
+def recursive(folder: Path) -> Path:
+    body = helper.make_function(
+        "own", "F", ["a"], ["b"], [helper.make_node("F", ["a"], ["b"], domain="own")], [helper.make_opsetid("own", 1)]
+    )
+    model = proto("y = Relu(x)", 17)
+    model.graph.node[0].op_type, model.graph.node[0].domain = "F", "own"
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    model.functions.append(body)
+    return written(folder / "model.onnx", model)
+
+
+def unmade(folder: Path) -> Path:
+    return written(folder / "model.onnx", proto("y = Add(x, nothing)", 17))
+
+
+def twice(folder: Path) -> Path:
+    return written(folder / "model.onnx", proto("y = Relu(x) y = Abs(x)", 17))
+
+
+def mistyped(folder: Path) -> Path:
+    return written(folder / "model.onnx", proto("a = Cast<to=7>(x) y = MatMul(a, wq)", 17))
+
+
+def misshapen(folder: Path) -> Path:
+    model = proto("y = MatMul(x, seven)", 17)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((7, 7), np.float32), "seven"))
+    return written(folder / "model.onnx", model)
+
+
+def short_weight(folder: Path) -> Path:
+    model = proto(PLAIN, 17)
+    model.graph.initializer[0].dims[0] = 1 << 40
+    return written(folder / "model.onnx", model)
+
+
+def huge_input(folder: Path) -> Path:
+    return written(folder / "model.onnx", proto("y = Softmax(x)", 17, "float[B,1000000000,1000000000] x"))
+
+
+def huge_expand(folder: Path) -> Path:
+    body = "n = Constant<value_ints=[1, 1000000000, 1000000000]>() z = ConstantOfShape(n) y = Softmax(z)"
+    return written(folder / "model.onnx", proto(body, 17))
+
+
+def open_width(folder: Path) -> Path:
+    return written(folder / "model.onnx", proto("y = Softmax(x)", 17, "float[B,N,16] x"))
+
+
+def external(location: str, length: int = 1024) -> Callable[[Path], Path]:
+    """A model whose first weight is said to lie in `location`."""
+
+    def make(folder: Path) -> Path:
+        (folder / "inside").mkdir()
+        (folder / "secret").write_bytes(bytes(4096))
+        os.symlink(folder / "secret", folder / "inside" / "link")
+        (folder / "inside" / "short").write_bytes(bytes(16))
+        model = proto(PLAIN, 17)
+        tensor = next(t for t in model.graph.initializer if t.name == "wq")
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", location), ("offset", "0"), ("length", str(length))):
+            tensor.external_data.add(key=key, value=value)
+        return written(folder / "inside" / "model.onnx", model)
+
+    return make
+
+
+BAD = {
+    truncated: "not an ONNX model, or cut short",
+    empty: "holds no graph",
+    text: "not an ONNX model, or cut short",
+    absent: "cannot be read",
+    cyclic: "cannot be put in order",
+    recursive: "cannot be put in order",
+    unmade: r"node 'node0' \(Add\) reads 'nothing', which nothing makes",
+    twice: "not a sound ONNX model: Output 'y' is redeclared",
+    mistyped: r"node 'node1' \(MatMul\) does not take its operands",
+    misshapen: r"node 'node0' \(MatMul\) does not take its operands \(x 2x10x16, seven 7x7\)",
+    short_weight: r"initialiser 'bk' has 64 bytes, its dimensions \[1099511627776\] need",
+    huge_input: "no machine holds it",
+    huge_expand: "no machine holds it",
+    open_width: "input 'x' leaves axis 1 open: give --input-size",
+    external("../secret"): "points outside the model's folder",
+    external("link"): "points outside the model's folder",
+    external("/etc/passwd"): "points outside the model's folder",
+    external("missing"): "which is not there",
+    external("short"): "lies beyond the end of short",
+}
+
+
+@pytest.mark.parametrize(("make", "message"), BAD.items(), ids=[f"{place}" for place in range(len(BAD))])
+def test_a_bad_file_is_refused_in_one_line(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        explain(make(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_beside_the_model_are_read(tmp_path: Path) -> None:
+    model = ir.serde.deserialize_model(proto(PLAIN, 17))
+    ir.save(model, tmp_path / "model.onnx", external_data="model.data", size_threshold_bytes=0)
+    graph = OnnxGraph(read_model(tmp_path / "model.onnx"))
+    (mine,) = scan_onnx(graph, "model").sites
+    (wanted,) = scan_onnx(OnnxGraph(model), "model").sites
+    assert mine.fingerprint == wanted.fingerprint
+
+
+@pytest.mark.parametrize("step", ["Relu(v{i})", "Add(v{i}, v{j})", "Softmax(v{i})"])
+def test_many_nodes_neither_hang_nor_overflow(step: str) -> None:
+    """Long chains; sums of earlier sums, whose paths are more than anyone can walk; a softmax at every step."""
+    count = 2000 if step.startswith("Softmax") else 20_000
+    nodes = "\n".join(f"v{i + 1} = {step.format(i=i, j=max(i - 1, 0))}" for i in range(count))
+    model = proto(f"v0 = MatMul(x, x)\n{nodes}\ny = Softmax(v{count})", 17, "float[2,4,4] x", "float y")
+    found = scan_onnx(OnnxGraph(ir.serde.deserialize_model(model)), "model")
+    assert not found.sites
+    assert len(found.near_misses) == 1 + (count if step.startswith("Softmax") else 0)

@@ -1,0 +1,243 @@
+"""Conversions whose variants were selected: what stands where, what is written, what an interruption leaves."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_vits import INPUTS, encoder
+
+import attnrewrite as ar
+from attnrewrite.cli.main import main
+from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
+from attnrewrite.evaluation.latency import Latency
+from attnrewrite.pages.selection import page
+from attnrewrite.passes.fx.rewrite import FxRewrite
+from attnrewrite.plan import Plan
+from attnrewrite.selection.candidates import described
+from attnrewrite.selection.costs import WHOLE, Bench
+from attnrewrite.selection.knapsack import Table
+from attnrewrite.selection.search import Losing, Step
+
+COUNT = 160
+FEW = ["l1", "polynomial:rank=2"]
+
+
+@pytest.fixture(scope="module")
+def images() -> torch.Tensor:
+    return torch.randn(COUNT, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def labelled(images: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """Every image with the class that the original gives it."""
+    model = encoder().eval()
+    with torch.no_grad():
+        return list(zip(images, model(images).argmax(1).tolist(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def dropped(labelled: list) -> ar.Conversion:
+    model, inputs = encoder(), INPUTS
+    return ar.convert(model, inputs, variant="auto", max_drop=8.0, candidates=FEW, calibration=labelled)
+
+
+def test_a_budget_on_the_drop_is_held_and_reported(dropped: ar.Conversion) -> None:
+    told = dropped.report["selection"]
+    assert (dropped.report["variant"], told["max_drop"], told["candidates"]) == ("auto", 8.0, FEW)
+    assert told["measure"].startswith("top-1 points")
+    assert told["cost"]["status"] == "estimated"
+    assert told["promise"]["bound"] <= 8.0
+    assert told["promise"]["images"] == COUNT
+    measured = [each for each in told["frontier"] if each["kind"] == "measured"]
+    assert [each["chosen"] for each in measured].count(True) == 1
+    assert all(each["holds"] == (each["bound"] <= 8.0) for each in measured)
+    assert len([each for each in told["frontier"] if each["kind"] == "predicted"]) > 1
+    standing = {site["id"]: site["variant"] for site in dropped.report["sites"]}
+    assert {site: name.split(":")[0] for site, name in told["promise"]["sites"].items()} == standing
+    assert [p.site for p in dropped.plan.placements] == [site for site, name in standing.items() if name != "softmax"]
+    for site in dropped.report["sites"]:
+        if site["variant"] == "softmax":
+            assert "stays as it is: the budget is better spent elsewhere (closest there:" in site["note"]
+        else:
+            assert site["identity_error"] <= 1e-5
+            assert site["float64_error"] <= 1e-3
+
+
+def test_without_labels_the_budget_is_in_points_of_agreement(images: torch.Tensor) -> None:
+    model, inputs = encoder(), INPUTS
+    done = ar.convert(model, inputs, variant="auto", max_drop=10.0, candidates=FEW, calibration=images)
+    promise = done.report["selection"]["promise"]
+    assert promise["measure"].startswith("points of agreement")
+    assert (promise["counted"], promise["points"]) == (None, pytest.approx(100 - promise["agreement"]))
+
+
+def test_a_budget_on_an_unmeasured_target_is_estimated_and_says_so(labelled: list) -> None:
+    model, inputs = encoder(), INPUTS
+    how: dict[str, Any] = {"variant": "auto", "target": "arm-cpu", "candidates": FEW, "calibration": labelled}
+    done = ar.convert(model, inputs, max_latency=0.98, **how)
+    told = done.report["selection"]
+    assert (told["cost"]["status"], told["cost"]["unit"]) == ("estimated", "multiply-adds")
+    assert "measured on an ARM device only" in told["cost"]["how"]
+    assert told["promise"]["timed_ratio"] <= 0.98
+    with pytest.raises(CheckFailedError, match=r"no choice of candidates brings Encoder down to 0.2 of its cost"):
+        ar.convert(model, inputs, max_latency=0.2, **how)
+
+
+def clock(calls: Mapping[str, Callable[[], object]], **_: Any) -> dict[str, Latency]:
+    """Stands in for `measure`: the whole original takes 10 ms, softmax at a site 3, anything else there 1."""
+    took = {WHOLE: 10.0, "original": 10.0, "converted": 6.4}
+    return {name: Latency(took.get(name, 3.0 if name.startswith("0 at") else 1.0), 0.0, 1) for name in calls}
+
+
+def test_times_on_the_host_are_measured_and_sites_that_are_alike_share_them(
+    labelled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def counted(calls: Mapping[str, Callable[[], object]], **how: Any) -> dict[str, Latency]:
+        asked.append(len(calls))
+        return clock(calls, **how)
+
+    monkeypatch.setattr("attnrewrite.selection.costs.measure", counted)
+    eager = Bench("torch", lambda module, inputs: lambda: module(*inputs))
+    monkeypatch.setattr("attnrewrite.selection.workbench.bench", lambda target, threads: eager)
+    model, inputs = encoder(), INPUTS
+    how: dict[str, Any] = {"variant": "auto", "target": "host", "candidates": FEW, "calibration": labelled[:80]}
+    done = ar.convert(model, inputs, max_latency=0.7, **how)
+    told = done.report["selection"]
+    assert asked[:2] == [1 + 3, 2]  # the original, softmax and two candidates for both sites; then the whole model
+    assert (told["cost"]["status"], told["cost"]["original"]) == ("measured", 10.0)
+    assert told["cost"]["how"].startswith("median times on host (torch)")
+    assert told["promise"]["cost_ratio"] == pytest.approx(0.6)
+    assert told["promise"]["timed_ratio"] == pytest.approx(0.64)
+    with pytest.raises(CheckFailedError, match=r"down to 0.61 of its cost on host \(the lowest is 0.60"):
+        ar.convert(model, inputs, max_latency=0.61, **how)
+
+
+def test_a_mixed_plan_is_saved_applied_and_loaded_again(dropped: ar.Conversion, tmp_path: Path) -> None:
+    folder = dropped.save(tmp_path / "out")
+    assert json.loads((folder / "report.json").read_text())["selection"] == json.loads(
+        json.dumps(dropped.report["selection"])
+    )
+    plan = Plan.load(folder)
+    assert {p.site: described(p.variant) for p in plan.placements} == {
+        p.site: described(p.variant) for p in dropped.plan.placements
+    }
+    again = FxRewrite(plan)(dropped.original)
+    x = torch.randn(3, 3, 16, 16)
+    assert torch.equal(again(x), dropped.module(x))
+    assert "at most <b>" in (folder / "report.html").read_text()
+
+
+def test_the_page_shows_every_choice_and_where_the_budget_ends(dropped: ar.Conversion) -> None:
+    told = dropped.report["selection"]
+    html = page(dropped.report)
+    marks = sum(each["kind"] == "measured" for each in told["frontier"])
+    assert html.count('class="held"') + html.count('class="broke"') == 2 * marks + 2  # drawn twice, and the legend
+    assert html.count('class="budget"') == 2 + 1
+    assert "estimated" in html
+    assert "http" not in html
+
+
+def test_an_interrupted_selection_goes_on_to_the_same_weights(
+    dropped: ar.Conversion, labelled: list, tmp_path: Path
+) -> None:
+    model, inputs = encoder(), INPUTS
+    how: dict[str, Any] = {"variant": "auto", "max_drop": 8.0, "candidates": FEW, "calibration": labelled}
+    begun: list[str] = []
+
+    def stop_while_fitting(what: str, done: int, total: int) -> None:
+        begun.append(what)
+        if what.startswith("fit for"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ar.convert(model, inputs, **how, state=tmp_path, progress=stop_while_fitting)
+    assert "candidates" in begun
+    begun.clear()
+    again = ar.convert(model, inputs, **how, state=tmp_path, progress=lambda what, done, total: begun.append(what))
+    assert "candidates" not in begun
+    assert again.report["selection"] == dropped.report["selection"]
+    assert all(torch.equal(a, b) for a, b in zip(again.module.parameters(), dropped.module.parameters(), strict=True))
+
+
+def test_what_cannot_be_promised_or_found_says_so(images: torch.Tensor, labelled: list) -> None:
+    model, inputs = encoder(), INPUTS
+    auto: dict[str, Any] = {"variant": "auto", "candidates": ["l1"]}
+    with pytest.raises(InputError, match=r"80 images cannot tell a loss of 0.5 points .* give about 8\d\d "):
+        ar.convert(model, inputs, **auto, max_drop=0.5, calibration=images[:80])
+    with pytest.raises(InputError, match="a label 99"):
+        ar.convert(model, inputs, **auto, max_drop=9.0, calibration=[(images[0], 99), *labelled])
+    with pytest.raises(NothingMatchedError, match=r"no site of Encoder is to be replaced .*\(replacing 1 of 1"):
+        ar.convert(model, inputs, variant="auto", candidates=["l1"], max_drop=2.0, keep=["site1"], calibration=labelled)
+
+
+def test_the_command_line_selects_and_writes_the_page(
+    capsys: pytest.CaptureFixture[str], models_file: Path, tmp_path: Path
+) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (64, 16, 16, 3), dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", x=x)
+    size = ["--input-size", "3x16x16", "--mean", "0.5", "--std", "0.25"]
+    command = ["convert", f"{models_file}:vit", *size, "--variant", "auto", "--calibrate", str(tmp_path / "images.npz")]
+    command += ["--max-drop", "40", "--candidates", "l1", "--candidates", "polynomial:rank=2"]
+    assert main([*command, "--out", str(tmp_path / "out"), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sites"] == {"site0": "auto", "site1": "auto"}
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "of 2 sites of vit are replaced" in shown
+    assert "points of agreement with the original (the images have no labels); at most" in shown
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"report.json", "report.html", "plan.json", "model.pt2"} <= names
+    assert not (tmp_path / ".out.calibration").exists()
+    assert main(["convert", f"{models_file}:vit", *size, "--max-drop", "1", "--out", str(tmp_path / "other")]) == 2
+    assert "--max-drop is for --variant auto" in capsys.readouterr().err
+
+
+def test_processes_of_torchrun_choose_alike_and_the_first_one_writes(models_file: Path, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (64, 16, 16, 3), dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", x=x)
+    command = ["attnrewrite", "convert", f"{models_file}:vit", "--input-size", "3x16x16", "--variant", "auto"]
+    command += ["--mean", "0.5", "--std", "0.25", "--calibrate", str(tmp_path / "images.npz"), "--max-drop", "40"]
+    command += ["--candidates", "l1", "--candidates", "polynomial:rank=2", "--steps", "2", "--json"]
+    launchers = {"alone": [], "two": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]}
+    plans = {}
+    for name, launcher in launchers.items():
+        done = subprocess.run(
+            [sys.executable, "-m", *launcher, *command, "--out", str(tmp_path / name)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert json.loads(done.stdout)["out"] == str(tmp_path / name)  # one process prints
+        plans[name] = Plan.load(tmp_path / name).placements
+    chosen = [[(placement.site, described(placement.variant)) for placement in plan] for plan in plans.values()]
+    assert chosen[0] == chosen[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"images.npz", *plans}
+
+
+def test_an_onnx_file_gets_a_mixed_plan_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnx_ir", reason="needs onnx_ir")
+    import onnx_ir as ir
+    from onnx_runs import exported_vit, run
+    from tiny_vits import IMAGE, Vit
+
+    def one_of_each(table: Table, budget: float, expected: float, losing: Losing, known: object = ()) -> list[Step]:
+        return [Step((1, 2), 0.0, losing((1, 2)), True)]
+
+    monkeypatch.setattr("attnrewrite.selection.select.within_drop", one_of_each)
+    torch.manual_seed(0)
+    ir.save(exported_vit(Vit().eval()), tmp_path / "vit.onnx")
+    images = torch.rand(24, *IMAGE[1:])
+    done = ar.convert(tmp_path / "vit.onnx", variant="auto", max_drop=90, candidates=FEW, calibration=images)
+    assert [described(p.variant) for p in done.plan.placements] == FEW
+    folder = done.save(tmp_path / "out")
+    with torch.no_grad():
+        wanted = done.module(images[:3])
+    found = run(ir.load(folder / "model.onnx"), images[:3].numpy())[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,134 @@
+"""Executing what was compiled for other devices: what fails where a tool is missing, and what where the code is bad."""
+
+import os
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from attnrewrite.errors import CheckFailedError
+from attnrewrite.targets.base import get_target
+from attnrewrite.targets.prepare import specialise
+from attnrewrite.targets.runners import opencl, programs, qemu
+from attnrewrite.targets.runners.opencl import DeviceProgram, Launch, Output
+from attnrewrite.targets.tvm import compat as tvm_compat
+from attnrewrite.targets.tvm import device as tvm_device
+
+DOUBLE = DeviceProgram(
+    inputs=("x",),
+    constants={"c": np.array([1, 2, 3, 4], np.float32)},
+    buffers={"x": 16, "c": 16, "y": 16},
+    launches=(
+        Launch("add", ("y", "x", "c"), (4, 1, 1), (2, 1, 1)),
+        Launch("add", ("y", "y", "y"), (4, 1, 1), (4, 1, 1)),
+    ),
+    outputs=(Output("y", (2, 2), "float32"),),
+    source="__kernel void add(__global float* y, __global float* a, __global float* b)"
+    "{ int i = get_global_id(0); y[i] = a[i] + b[i]; }",
+)
+MODEL = nn.Sequential(nn.Linear(8, 4), nn.Softmax(-1)).eval()
+INPUTS = (torch.randn(5, 8),)
+X = np.array([10, 20, 30, 40], np.float32)
+
+
+def run_or_skip(program: DeviceProgram) -> tuple[np.ndarray, ...]:
+    try:
+        return opencl.execute(program, [X], timeout_s=60)[0]
+    except programs.Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def test_launches_run_in_order_on_named_buffers() -> None:
+    (found,) = run_or_skip(DOUBLE)
+    np.testing.assert_array_equal(found, [[22, 44], [66, 88]])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"source": DOUBLE.source.replace("b[i]", "c[i]")}, "the OpenCL kernels crash"),
+        ({"launches": (replace(DOUBLE.launches[0], kernel="subtract"),)}, "the OpenCL kernels crash"),
+        ({"launches": (replace(DOUBLE.launches[0], local_size=(3, 1, 1)),)}, "the OpenCL kernels crash"),
+    ],
+)
+def test_bad_kernels_are_the_artifacts_fault(change: dict, said: str) -> None:
+    run_or_skip(DOUBLE)
+    with pytest.raises(CheckFailedError, match=said):
+        opencl.execute(replace(DOUBLE, **change), [X], timeout_s=60)
+
+
+def test_without_pyopencl_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opencl, "find_spec", lambda name: None)
+    with pytest.raises(programs.Unavailable, match="pyopencl is not installed"):
+        opencl.execute(DOUBLE, [X], timeout_s=60)
+
+
+def test_a_gpu_artifact_whose_kernels_could_not_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = get_target("gpu")
+    if (reason := target.availability().build) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(opencl, "find_spec", lambda name: None)
+    made = target.lower("softmax", MODEL, INPUTS, tmp_path, threads=1)
+    assert "kernels themselves were not run: pyopencl is not installed" in made.check
+
+
+def test_every_kernel_of_a_program_is_read_with_its_extents() -> None:
+    if (reason := tvm_compat.why_missing()) is not None:
+        pytest.skip(reason)
+    imported = tvm_compat.import_program(specialise(MODEL, INPUTS))
+    program = tvm_device.device_program(tvm_device.build(imported, tvm_compat.profile("gpu")))
+    assert len(program.inputs) == 1
+    assert program.buffers[program.inputs[0]] == 5 * 8 * 4
+    assert sum(values.size for values in program.constants.values()) == 8 * 4 + 4
+    assert program.outputs == (Output(program.outputs[0].buffer, (5, 4), "float32"),)
+    for launch in program.launches:
+        assert all(total % local == 0 for total, local in zip(launch.global_size, launch.local_size, strict=True))
+        assert f"void {launch.kernel}(" in program.source
+
+
+@pytest.fixture
+def arm(tmp_path: Path):
+    target = get_target("arm-cpu")
+    if (reason := target.availability().build) is not None:
+        pytest.skip(reason)
+    return lambda: target.lower("softmax", MODEL, INPUTS, tmp_path, threads=1)
+
+
+def test_without_the_aarch64_runtime_the_check_is_the_hosts_and_says_so(
+    arm, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("ATTNREWRITE_OFFLINE", "1")
+    made = arm()
+    assert made.check.startswith("same program compiled for this host and run; aarch64 code not executed: ")
+
+
+def test_without_a_cross_linker_there_are_object_files_and_the_reason(
+    arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = [folder for folder in os.get_exec_path() if not (Path(folder) / qemu.CROSS_COMPILER).exists()]
+    monkeypatch.setenv("PATH", os.pathsep.join(without))
+    made = arm()
+    assert made.files == ("model.tar",)
+    with tarfile.open(tmp_path / "model.tar") as archive:
+        assert all(archive.extractfile(name).read(4) == b"\x7fELF" for name in archive.getnames())
+    assert made.notes == (f"object files instead of a library: {qemu.CROSS_COMPILER} is not installed to link them",)
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "said"),
+    [
+        (["no-such-program"], programs.Unavailable, "no-such-program cannot be started: No such file"),
+        (["sh", "-c", "echo first >&2; echo then >&2; exit 3"], programs.Failed, "sh failed with status 3: first$"),
+        (["sh", "-c", "exit 3"], programs.Failed, "sh failed with status 3: it says nothing"),
+        (["sleep", "5"], programs.Unavailable, "sleep took more than 0 s"),
+    ],
+)
+def test_a_tool_of_no_use_says_why(command: list[str], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said) as caught:
+        programs.run(command, 0.2)
+    assert type(caught.value) is error
