@@ -1,7 +1,8 @@
-"""One family of errors. Every message names the node or file, what is wrong, and the way out."""
+"""One family of errors, and refusals as values. Messages name the node or file, what is wrong, and the way out."""
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 
 class AttnRewriteError(Exception):
@@ -24,6 +25,20 @@ class CheckFailedError(AttnRewriteError):
     """A result did not agree with its reference: nothing was emitted."""
 
     exit_code = 4
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why something cannot be done: a value where a function answers "may I". None, or what was asked for, is a yes.
+
+    `code` is one word or several joined by hyphens, for programs; `sentence` completes "it ..." for people.
+    """
+
+    code: str
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
 
 
 def first_line(error: BaseException, most: int = 200) -> str:

@@ -9,8 +9,8 @@ import pytest
 from comparisons import COMPARISON, LONG, SCHEDULE
 from rich.console import Console
 
-from attnrewrite.errors import InputError
 from attnrewrite.api import Comparison
+from attnrewrite.errors import InputError
 from attnrewrite.evaluation.records import Quantiles
 from attnrewrite.pages import charts
 from attnrewrite.pages.comparison import count, size
