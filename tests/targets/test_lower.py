@@ -15,7 +15,7 @@ from attnrewrite.errors import AttnRewriteError, CheckFailedError
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import BUILT_IN, get_target
 from attnrewrite.targets.coreml import interpreter as mil_interpreter
-from attnrewrite.targets.devices import apple_npu
+from attnrewrite.targets.coreml import package
 from attnrewrite.targets.tvm import compat as tvm_compat
 
 FILES = {
@@ -153,9 +153,9 @@ def test_on_a_mac_core_ml_itself_is_run(monkeypatch: pytest.MonkeyPatch) -> None
     class Interpreted:
         """A package with the predictions that a Mac would give, by name."""
 
-        def __init__(self, package: Path) -> None:
-            self.program = mil_interpreter.load(package)
-            self.get_spec = ct.models.MLModel(str(package), skip_model_load=True).get_spec
+        def __init__(self, path: Path) -> None:
+            self.program = mil_interpreter.load(path)
+            self.get_spec = ct.models.MLModel(str(path), skip_model_load=True).get_spec
 
         def predict(self, feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             given = {name: torch.from_numpy(values) for name, values in feed.items()}
@@ -163,7 +163,7 @@ def test_on_a_mac_core_ml_itself_is_run(monkeypatch: pytest.MonkeyPatch) -> None
             return {name: values.numpy() for name, values in outputs.items()}
 
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(apple_npu, "_loaded", Interpreted)
+    monkeypatch.setattr(package, "loaded", Interpreted)
     model, inputs = tiny_vit("l1", depth=1)
     assert target.availability().measure is None
     (run,) = target.runs("l1", model, inputs, threads=1)
