@@ -30,7 +30,7 @@ demo: venv
 	@echo "the report: $(DEMO)/report.html"
 
 test: venv
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 bench: venv
 	$(BIN)/python examples/train_digits_vit.py --check

@@ -17,7 +17,7 @@ COMMANDS = [shlex.split(line, comments=True) for kind, block in BLOCKS if kind =
 # What takes minutes runs in `make demo`; here the same command does less.
 LESS = {
     "examples/digits.py": ["--samples", "40"],
-    "convert": ["--samples", "40"],
+    "convert": ["--samples", "16"],
     "lower": ["--dry-run"],
     "compare": ["--dry-run"],
 }
