@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import AttnRewriteError, CheckFailedError
+from attnrewrite.errors import AttnRewriteError, CheckFailedError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target, size_bytes
 from attnrewrite.targets.coreml import interpreter as mil_interpreter
 from attnrewrite.targets.coreml import package
 from attnrewrite.targets.prepare import arrays, canonical, reference, specialise
+
+NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone only")
 
 
 class CoreMLNpu(Target):
@@ -26,10 +28,10 @@ class CoreMLNpu(Target):
 
     def availability(self) -> Availability:
         if find_spec("coremltools") is None:
-            missing = "coremltools is not installed (pip install 'attnrewrite[coreml]')"
+            missing = Refusal("not-installed", "coremltools is not installed (pip install 'attnrewrite[coreml]')")
             return Availability(build=missing, measure=missing)
         on_mac = platform.system() == "Darwin"
-        return Availability(build=None, measure=None if on_mac else "Core ML predicts on a Mac or an iPhone only")
+        return Availability(build=None, measure=None if on_mac else NOT_MEASURED)
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
@@ -51,11 +53,11 @@ class CoreMLNpu(Target):
     ) -> tuple[Run, ...]:
         reason = self.availability().measure
         if reason is not None:
-            return (Run("core ml", None, None, None, reason),)
+            return (Run.refused("core ml", reason),)
         try:
             return (_predictor(f"{name} in Core ML", module, example_inputs),)
         except AttnRewriteError as error:
-            return (Run("core ml", None, None, None, str(error)),)
+            return (Run.refused("core ml", Refusal("failed", str(error))),)
 
 
 _FOREIGN = (torch.uint8, torch.int8, torch.int16, torch.int64)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import AttnRewriteError
+from attnrewrite.errors import AttnRewriteError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
 from attnrewrite.targets.prepare import arrays, reference, specialise
@@ -46,7 +46,7 @@ class Host(Target):
                 agreement = check.agree(f"{name} in {runtime}", arrays(call()), expected, check.FLOAT32)
                 runs.append(Run(runtime, call, agreement.max_abs_error, size_bytes, None, note))
             except AttnRewriteError as error:
-                runs.append(Run(runtime, None, None, None, str(error)))
+                runs.append(Run.refused(runtime, Refusal("failed", str(error))))
         return tuple(runs)
 
 

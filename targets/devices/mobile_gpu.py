@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from attnrewrite.errors import Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
 from attnrewrite.targets.prepare import arrays, reference, specialise
@@ -12,9 +13,9 @@ from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm import device as tvm_device
 
-EXECUTION_S = 120
+EXECUTION_S = 120  # seconds that the kernels may take on this machine's OpenCL device
 ON_HOST = "same program compiled for this host and run; the OpenCL kernels themselves were not run"
-NOT_MEASURED = "measured on a phone's GPU only"
+NOT_MEASURED = Refusal("needs-device", "measured on a phone's GPU only")
 
 
 class Gpu(Target):
@@ -55,4 +56,4 @@ class Gpu(Target):
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
-        return (Run("tvm", None, None, None, NOT_MEASURED),)
+        return (Run.refused("tvm", NOT_MEASURED),)

@@ -21,16 +21,18 @@ import numpy as np
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from attnrewrite.errors import CheckFailedError, InputError, first_line
+from attnrewrite.errors import CheckFailedError, InputError, Refusal, first_line
 from attnrewrite.targets.prepare import arrays, canonical
 from attnrewrite.targets.runners.qemu import Packages
 
 DEFAULT_SCHEDULE = "TVM's default pipeline (no attnrewrite schedules yet)"
 
 
-def why_missing() -> str | None:
+def why_missing() -> Refusal | None:
     """Why TVM cannot be used here, or None when it can. Does not import it."""
-    return None if find_spec("tvm") else "apache-tvm is not installed (pip install 'attnrewrite[tvm]')"
+    if find_spec("tvm"):
+        return None
+    return Refusal("not-installed", "apache-tvm is not installed (pip install 'attnrewrite[tvm]')")
 
 
 def runtime_packages() -> Packages:
@@ -76,9 +78,11 @@ def build(relax_module: Any, device: Mapping[str, Any]) -> Any:
         raise CheckFailedError(f"TVM cannot compile the module for {device['kind']}: {first_line(error)}") from error
 
 
-def why_no_linker() -> str | None:
+def why_no_linker() -> Refusal | None:
     """Why no library can be linked for this machine, or None when one can."""
-    return None if _host_compiler() else "no C++ compiler was found to link a library with (install g++ or clang)"
+    if _host_compiler():
+        return None
+    return Refusal("no-linker", "no C++ compiler was found to link a library with (install g++ or clang)")
 
 
 def host_linker() -> str:
