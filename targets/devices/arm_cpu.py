@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attnrewrite.errors import Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
-from attnrewrite.targets.prepare import arrays, reference, specialise
+from attnrewrite.targets.prepare import arrays, reference, specialise, widened
 from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
@@ -32,18 +32,21 @@ class ArmCpu(Target):
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        program = tvm_compat.import_program(specialise(module, example_inputs))
+        wide = widened(module, example_inputs)
+        program = tvm_compat.import_program(specialise(wide.module, wide.inputs))
         library, notes = _export(tvm_compat.build(program, tvm_compat.profile(self.name)), out)
         try:
             found, how = (
-                qemu.execute(library, arrays(example_inputs), tvm_compat.runtime_packages(), EMULATION_S),
+                qemu.execute(library, arrays(wide.inputs), tvm_compat.runtime_packages(), EMULATION_S),
                 "ran under qemu-aarch64",
             )
         except Unavailable as reason:
             host = tvm_compat.build(program, tvm_compat.host_profile())
-            found, how = tvm_compat.bind(host, example_inputs, threads)(), f"{ON_HOST}: {reason}"
-        agreement = check.agree(f"{name} for {self.name}", found, reference(module, example_inputs), check.FLOAT32)
-        return self.artifact(name, out, agreement, check=how, schedule=tvm_compat.DEFAULT_SCHEDULE, notes=notes)
+            found, how = tvm_compat.bind(host, wide.inputs, threads)(), f"{ON_HOST}: {reason}"
+        agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
+        return self.artifact(
+            name, out, agreement, check=how, schedule=tvm_compat.DEFAULT_SCHEDULE, notes=(*notes, *wide.notes)
+        )
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
