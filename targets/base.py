@@ -36,8 +36,9 @@ class Availability:
 class Artifact:
     """What `lower` emitted, and how it was checked against the module.
 
-    `files` are relative to `path`. `max_abs_error` is the largest difference to the module's own outputs on the example
-    inputs, `tolerance` the most that was allowed; `check` says in words what was run to find out.
+    `files` are relative to the folder `path`, and `size_bytes` is what all files below it take. `max_abs_error` is the
+    largest difference to the module's own outputs on the example inputs, in the outputs' unit, and `tolerance` the most
+    that was allowed; `check` says in words what was run to find out. `schedule` names what scheduled the operators.
     """
 
     model: str
@@ -88,19 +89,26 @@ class Target:
     ) -> Artifact:
         """Lower `module` for the shapes of `example_inputs` into the existing empty folder `out`, and check the result.
 
-        Raises InputError where the target cannot be built here or the module holds an operator that it lacks, and
-        CheckFailedError where the result disagrees with the module.
+        `threads` is how many the check may use, where it runs on this machine.
+
+        Raises:
+            InputError: the target cannot be built here, or the module holds an operator that it lacks.
+            CheckFailedError: the result disagrees with the module.
         """
         raise NotImplementedError
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
-        """The module in every runtime of this target, ready to be timed where this machine can."""
+        """The module in every runtime of this target, ready to be timed on `threads` threads where this machine can."""
         raise NotImplementedError
 
     def require_build(self) -> None:
-        """Raise InputError with the reason where this machine cannot build for the target."""
+        """Do nothing where this machine can build for the target.
+
+        Raises:
+            InputError: it cannot; the message says why.
+        """
         reason = self.availability().build
         if reason is not None:
             raise InputError(f"target {self.name!r} cannot be built here: {reason}")

@@ -56,7 +56,11 @@ def host_profile() -> dict[str, Any]:
 
 
 def import_program(program: ExportedProgram) -> Any:
-    """The exported program as a Relax module with its weights inside. InputError naming operators that TVM lacks."""
+    """The exported program as a Relax module with its weights inside.
+
+    Raises:
+        InputError: TVM lacks an operator of it, which is named with its node, or cannot import it.
+    """
     from tvm.relax.frontend.torch import from_exported_program
 
     program = canonical(program)
@@ -68,7 +72,11 @@ def import_program(program: ExportedProgram) -> Any:
 
 
 def build(relax_module: Any, device: Mapping[str, Any]) -> Any:
-    """Compile a Relax module for a device description with TVM's default pipeline."""
+    """Compile a Relax module for a device description with TVM's default pipeline.
+
+    Raises:
+        CheckFailedError: TVM cannot compile it.
+    """
     import tvm
 
     try:
@@ -86,7 +94,11 @@ def why_no_linker() -> Refusal | None:
 
 
 def host_linker() -> str:
-    """The C++ compiler that links a library for this machine. InputError where there is none."""
+    """The C++ compiler that links a library for this machine.
+
+    Raises:
+        InputError: there is none.
+    """
     compiler = _host_compiler()
     if compiler is None:
         raise InputError(f"cannot link a library: {why_no_linker()}")
@@ -94,7 +106,11 @@ def host_linker() -> str:
 
 
 def export_library(executable: Any, path: Path, compiler: str) -> Path:
-    """Link a compiled module to the shared library `path` with the C++ compiler `compiler`, and return `path`."""
+    """Link a compiled module to the shared library `path` with the C++ compiler `compiler`, and return `path`.
+
+    Raises:
+        InputError: the compiler cannot link it.
+    """
     from tvm.support import cc
 
     linker = cc.cross_compiler(compiler, options=["-shared", "-fPIC"])
@@ -118,7 +134,11 @@ def export_objects(executable: Any, path: Path) -> Path:
 
 
 def kernel_sources(executable: Any, kind: str) -> str:
-    """The device code of kind `kind` (opencl) inside a compiled module, as one source text."""
+    """The device code of kind `kind` (opencl) inside a compiled module, as one source text.
+
+    Raises:
+        CheckFailedError: there is no kernel of that kind in it.
+    """
     pending, found = [executable.mod], []
     while pending:
         module = pending.pop()
