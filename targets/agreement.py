@@ -11,6 +11,7 @@ from attnrewrite.errors import CheckFailedError
 # gives up to 16 in float32 and 2 in float16 (trained and random ViTs and Swins of 2 to 24 blocks, all targets).
 FLOAT32 = 2.0**-23 * 128
 FLOAT16 = 2.0**-10 * 16
+BFLOAT16 = 2.0**-7 * 16
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Agreement:
 def agree(subject: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], relative: float) -> Agreement:
     """Compare outputs. `relative` times the largest value of an output is the error allowed in it.
 
-    CheckFailedError naming `subject` where an output is missing, has another shape, is not finite or is too far off.
+    Raises:
+        CheckFailedError: an output of `subject` is missing, has another shape, is not finite or is too far off.
     """
     if [array.shape for array in found] != [array.shape for array in expected]:
         raise CheckFailedError(

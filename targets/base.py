@@ -1,17 +1,18 @@
 """What a target is: something that lowers a module for one family of devices, and what it hands back.
 
-A target is one class. The built-in ones and those of the entry point group `attnrewrite.targets` are found alike.
+A target is one class. Other packages register theirs with the entry-point group `attnrewrite.targets`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.errors import InputError, Refusal
+from attnrewrite.plugins import Registry, Rules
 from attnrewrite.targets.agreement import Agreement
 
 GROUP = "attnrewrite.targets"
@@ -25,18 +26,19 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a target can build and measure on this machine: None where it can, else one sentence: why not."""
+    """Whether a target can build and measure on this machine: None where it can, else why not."""
 
-    build: str | None
-    measure: str | None
+    build: Refusal | None
+    measure: Refusal | None
 
 
 @dataclass(frozen=True)
 class Artifact:
     """What `lower` emitted, and how it was checked against the module.
 
-    `files` are relative to `path`. `max_abs_error` is the largest difference to the module's own outputs on the example
-    inputs, `tolerance` the most that was allowed; `check` says in words what was run to find out.
+    `files` are relative to the folder `path`, and `size_bytes` is what all files below it take. `max_abs_error` is the
+    largest difference to the module's own outputs on the example inputs, in the outputs' unit, and `tolerance` the most
+    that was allowed; `check` says in words what was run to find out. `schedule` names what scheduled the operators.
     """
 
     model: str
@@ -53,17 +55,23 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Run:
-    """A module in one runtime of a target. `call` runs it once; None where it cannot run here, for `reason`.
+    """A module in one runtime of a target, ready to be timed, or the reason why it does not run here.
 
-    `note` is what to know about how it was built.
+    `call` runs it once; None where it cannot, for `reason`. `max_abs_error` is the largest difference to the module's
+    own outputs on the example inputs. `note` is what to know about how it was built.
     """
 
     runtime: str
     call: Callable[[], object] | None
     max_abs_error: float | None
     size_bytes: int | None
-    reason: str | None
+    reason: Refusal | None
     note: str = ""
+
+    @classmethod
+    def refused(cls, runtime: str, reason: Refusal) -> "Run":
+        """What does not run here."""
+        return cls(runtime, None, None, None, reason)
 
 
 class Target:
@@ -81,19 +89,26 @@ class Target:
     ) -> Artifact:
         """Lower `module` for the shapes of `example_inputs` into the existing empty folder `out`, and check the result.
 
-        Raises InputError where the target cannot be built here or the module holds an operator that it lacks, and
-        CheckFailedError where the result disagrees with the module.
+        `threads` is how many the check may use, where it runs on this machine.
+
+        Raises:
+            InputError: the target cannot be built here, or the module holds an operator that it lacks.
+            CheckFailedError: the result disagrees with the module.
         """
         raise NotImplementedError
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
-        """The module in every runtime of this target, ready to be timed where this machine can."""
+        """The module in every runtime of this target, ready to be timed on `threads` threads where this machine can."""
         raise NotImplementedError
 
     def require_build(self) -> None:
-        """Raise InputError with the reason where this machine cannot build for the target."""
+        """Do nothing where this machine can build for the target.
+
+        Raises:
+            InputError: it cannot; the message says why.
+        """
         reason = self.availability().build
         if reason is not None:
             raise InputError(f"target {self.name!r} cannot be built here: {reason}")
@@ -121,28 +136,39 @@ def size_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
+def _built_in() -> dict[str, type[Target]]:
+    return {name: EntryPoint(name, value, GROUP).load() for name, value in BUILT_IN.items()}
+
+
+def _try_out(target: Target) -> Refusal | None:
+    able = target.availability()
+    if isinstance(able, Availability) and all(isinstance(no, Refusal | None) for no in (able.build, able.measure)):
+        return None
+    return Refusal("availability-unreadable", "has an availability() that is not an Availability of None or Refusal")
+
+
+REGISTRY = Registry(
+    "target",
+    GROUP,
+    _built_in,
+    Rules(base=Target, texts=("summary",), methods={Target: ("availability", "lower", "runs")}, try_out=_try_out),
+)
+
+
 def targets() -> dict[str, Target]:
-    """Every known target by name: the built-in ones, and those that installed packages add or put in their place."""
-    return {name: _load(point) for name, point in _points().items()}
+    """Every known target by name: the built-in ones first, then those that installed packages register."""
+    return {name: target() for name, target in REGISTRY.usable().items()}
+
+
+def unusable() -> dict[str, str]:
+    """What installed packages register by name and cannot be used, and why; a built-in target keeps its name."""
+    return REGISTRY.unusable()
 
 
 def get_target(name: str) -> Target:
-    """The target called `name`; InputError with the nearest name where there is none."""
-    points = _points()
-    if name not in points:
-        raise unknown_name("target", name, points)
-    return _load(points[name])
+    """The target called `name`.
 
-
-def _points() -> dict[str, EntryPoint]:
-    built_in = [EntryPoint(name, value, GROUP) for name, value in BUILT_IN.items()]
-    return {point.name: point for point in (*built_in, *entry_points(group=GROUP))}
-
-
-def _load(point: EntryPoint) -> Target:
-    try:
-        return point.load()()  # type: ignore[no-any-return]
-    except Exception as error:
-        raise InputError(
-            f"target plug-in {point.name!r} ({point.value}) cannot be loaded ({error}): fix it or uninstall its package"
-        ) from error
+    Raises:
+        InputError: the name is unknown, or the package that registers it is broken.
+    """
+    return REGISTRY.get(name)()

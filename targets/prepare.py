@@ -1,20 +1,69 @@
-"""A module made ready for a compiler: exported for fixed shapes, its operators in spellings that compilers read."""
+"""A module made ready for a compiler: in float32, for fixed shapes, its operators in spellings that compilers read."""
+
+import copy
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_leaves
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves, tree_map
 
 from attnrewrite.errors import InputError, first_line
+from attnrewrite.passes.copying import quiet_copying
 from attnrewrite.passes.fx.decompositions import WRITTEN_OUT
 from attnrewrite.passes.fx.fold_constants import fold_constants
+from attnrewrite.targets import agreement as check
+
+_HALVES = {torch.float16: check.FLOAT16, torch.bfloat16: check.BFLOAT16}
+
+
+@dataclass(frozen=True)
+class Wide:
+    """A module in float32 and inputs for it. `notes` says what was changed; empty where nothing was."""
+
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    notes: tuple[str, ...] = ()
+
+
+def widened(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Wide:
+    """`module` with what it holds and computes in float16 or bfloat16 in float32; itself where there is none of that.
+
+    Compilers read half precision in mixed types (TVM gives a linear map of float16 in float32) or not at all, and a
+    reference that rounds to it would hide small mistakes of theirs.
+
+    Raises:
+        InputError: torch.export cannot capture the module.
+        CheckFailedError: in float32 it gives other outputs than half precision explains.
+    """
+    held = (*module.parameters(), *module.buffers(), *example_inputs)
+    found = [dtype for dtype in _HALVES if any(tensor.dtype == dtype for tensor in held)]
+    if not found:
+        return Wide(module, example_inputs)
+    with quiet_copying():
+        wide = copy.deepcopy(specialise(module, example_inputs).module())  # it shares its weights with the module
+    assert isinstance(wide, GraphModule)
+    for node in wide.graph.nodes:
+        node.args, node.kwargs = tree_map(_wide_dtype, (node.args, node.kwargs))
+    wide.recompile()
+    inputs = tuple(tensor.float() if tensor.dtype in _HALVES else tensor for tensor in example_inputs)
+    relative = max(_HALVES[dtype] for dtype in found)
+    check.agree("the module in float32", reference(wide.float(), inputs), reference(module, example_inputs), relative)
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
+    return Wide(wide, inputs, (f"compiled from the model in float32 (it is in {names}): its inputs are float32",))
+
+
+def _wide_dtype(value: object) -> object:
+    return torch.float32 if isinstance(value, torch.dtype) and value in _HALVES else value
 
 
 def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> ExportedProgram:
     """`module` exported for exactly the shapes of `example_inputs`, whatever dimensions it had been dynamic in.
 
-    InputError where torch.export cannot capture it.
+    Raises:
+        InputError: torch.export cannot capture it.
     """
     fast_path = torch.backends.mha.get_fastpath_enabled()
     # The fused encoder-layer operator of nn.TransformerEncoder is one that no importer knows.
@@ -33,10 +82,18 @@ def canonical(program: ExportedProgram) -> ExportedProgram:
 
 
 def arrays(values: object) -> tuple[np.ndarray, ...]:
-    """The tensors and arrays inside `values` (a tensor, a tuple, a dictionary, a model's output record), in order."""
+    """The tensors and arrays inside `values` (a tensor, a tuple, a dictionary, a model's output record), in order.
+
+    bfloat16 becomes float32.
+    """
     leaves = tree_leaves(values)
-    tensors = (leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    tensors = (_array(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return tuple(leaf for leaf in tensors if isinstance(leaf, np.ndarray))
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()  # numpy has no bfloat16
 
 
 def reference(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[np.ndarray, ...]:

@@ -201,8 +201,9 @@ def variants(run: RunOptions) -> Outcome:
 
 @command("attnrewrite targets --json")
 def targets(run: RunOptions) -> Outcome:
-    """List the targets, and whether this machine can build and measure for each."""
+    """List the targets, those of other packages among them, and whether this machine can build and measure for each."""
     from attnrewrite.targets.base import targets as known
+    from attnrewrite.targets.base import unusable
 
     listed: list[dict[str, Any]] = [
         {"name": name, "summary": target.summary, **_able(target.availability())} for name, target in known().items()
@@ -212,11 +213,12 @@ def targets(run: RunOptions) -> Outcome:
         for each in listed
     ]
     columns = dict.fromkeys(("target", "what it is", "builds here", "is measured here"), "left")
-    return Outcome({"targets": listed}, table(None, columns, rows))
+    return Outcome({"targets": listed, "unusable": unusable()}, table(None, columns, rows))
 
 
 def _able(availability: Any) -> dict[str, bool | str]:
-    return {key: getattr(availability, key) or True for key in ("build", "measure")}
+    refusals = {"build": availability.build, "measure": availability.measure}
+    return {key: True if refusal is None else refusal.sentence for key, refusal in refusals.items()}
 
 
 def _api(run: RunOptions) -> Any:

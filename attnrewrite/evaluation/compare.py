@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrewrite.errors import AttnRewriteError, InputError
+from attnrewrite.errors import AttnRewriteError, InputError, Refusal
 from attnrewrite.evaluation.accuracy import Evaluation, evaluate_modules
 from attnrewrite.evaluation.latency import Latency, environment, measure
 from attnrewrite.evaluation.records import Comparison, Quantiles, Row
@@ -113,7 +113,7 @@ def prepared(model: CompareModel, target: Target, threads: int) -> tuple[Run, ..
             return runs
         built = _built(model, target, threads)
     except AttnRewriteError as error:
-        return (Run("–", None, None, None, str(error)),)
+        return (Run.refused("–", Refusal("failed", str(error))),)
     note = "; ".join((f"checked: {built.check}", f"schedule: {built.schedule}", *built.notes))
     return tuple(
         replace(run, max_abs_error=built.max_abs_error, size_bytes=built.size_bytes, note=note) for run in runs
@@ -168,7 +168,7 @@ def _row(
         macs=macs,
         max_abs_error=run.max_abs_error,
         sites=model.sites,
-        note="; ".join(filter(None, (run.reason, run.note))),
+        note="; ".join(filter(None, (str(run.reason or ""), run.note))),
     )
 
 

@@ -72,7 +72,7 @@ def bench(target: Target, threads: int) -> Bench | str:
         return Bench("torch eager", lambda module, inputs: _first_run(target, module, inputs, threads))
     reason = target.availability().measure
     if reason is not None:
-        return reason
+        return reason.sentence
     return Bench(target.name, lambda module, inputs: _first_run(target, module, inputs, threads))
 
 

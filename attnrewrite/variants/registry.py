@@ -3,23 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.errors import Refusal
+from attnrewrite.plugins import Registry, Rules
 from attnrewrite.variants.additive import Additive
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.feature_maps import Elu, Hedgehog, ReluLinear
 from attnrewrite.variants.hydra import Hydra
 from attnrewrite.variants.l1 import L1
+from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.masked import Masked
 from attnrewrite.variants.mobile import Mobile
 from attnrewrite.variants.options import option_values, with_options
-from attnrewrite.variants.plugins import registered
 from attnrewrite.variants.polynomial import Polynomial
 from attnrewrite.variants.separable import Separable
 from attnrewrite.variants.softmax import Softmax
 from attnrewrite.variants.taylor import Taylor
 from attnrewrite.variants.xca import CrossCovariance
 
-__all__ = ["BUILT_IN", "get_variant", "option_values", "unusable", "variants"]
+__all__ = ["BUILT_IN", "REGISTRY", "get_variant", "option_values", "unusable", "variants"]
 
 BUILT_IN: tuple[type[Variant], ...] = (
     Softmax,
@@ -36,17 +37,35 @@ BUILT_IN: tuple[type[Variant], ...] = (
     Hydra,
     CrossCovariance,
 )
-BY_NAME = {variant.name: variant for variant in BUILT_IN}
+
+
+def _try_out(variant: Variant) -> Refusal | None:
+    if with_options(type(variant), option_values(variant)) == variant:
+        return None
+    return Refusal("options-not-kept", "has options that a plan cannot keep (numbers, texts, choices, lists)")
+
+
+REGISTRY = Registry(
+    "variant",
+    "attnrewrite.variants",
+    lambda: {variant.name: variant for variant in BUILT_IN},
+    Rules(
+        base=Variant,
+        texts=("summary", "source"),
+        methods={LinearVariant: ("form", "form_multiplies"), Variant: ("refuse", "build", "multiplies")},
+        try_out=_try_out,
+    ),
+)
 
 
 def variants() -> dict[str, type[Variant]]:
     """Every variant by name: the built-in ones first, then those that installed packages register."""
-    return BY_NAME | registered(frozenset(BY_NAME))[0]
+    return REGISTRY.usable()
 
 
 def unusable() -> dict[str, str]:
     """What installed packages register by name and cannot be used, and why; a built-in variant keeps its name."""
-    return registered(frozenset(BY_NAME))[1]
+    return REGISTRY.unusable()
 
 
 def get_variant(name: str, options: Mapping[str, Any] | None = None) -> Variant:
@@ -54,7 +73,4 @@ def get_variant(name: str, options: Mapping[str, Any] | None = None) -> Variant:
 
     Raises InputError for an unknown name or option, or a value of the wrong type or out of range.
     """
-    known = BY_NAME if name in BY_NAME else variants()
-    if name not in known:
-        raise InputError(unusable()[name]) if name in unusable() else unknown_name("variant", name, known)
-    return with_options(known[name], options or {})
+    return with_options(REGISTRY.get(name), options or {})

@@ -35,9 +35,14 @@ def _attention(
     scores = (query * factor) @ key.transpose(-1, -2)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        allowed, barred = (
+            torch.full((), added, dtype=scores.dtype, device=scores.device) for added in (0.0, -torch.inf)
+        )
+        attn_mask = torch.where(attn_mask, allowed, barred)
     if attn_mask is not None:
-        # A sum, as most masks are constants: what is added is then one, too.
-        scores = scores + (_where(attn_mask, 0.0, -torch.inf) if attn_mask.dtype == torch.bool else attn_mask)
+        # A sum, as most masks are constants: what is added is then one, too. It is made in the scores' own type.
+        scores = scores + attn_mask.to(scores.dtype)
     return torch.softmax(scores, -1) @ value
 
 

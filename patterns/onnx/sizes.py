@@ -168,8 +168,12 @@ def _foreign(sizes: Sizes, node: ir.Node) -> None:
         first = (*first[:-1], sizes.size[_name(value)][-1])
     elif node.op_type not in _KEEPING:
         return
-    for output in node.outputs:
-        if output.name:
+    for place, output in enumerate(node.outputs):
+        if not output.name:
+            continue
+        if node.op_type == "SkipLayerNormalization" and place in (1, 2):  # the mean and the deviation of each token
+            sizes.set(output, (*first[:-1], 1), _FLOAT)
+        else:
             sizes.set(output, first, sizes.dtype[_name(node.inputs[0])])  # type: ignore[arg-type]
 
 

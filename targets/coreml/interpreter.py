@@ -40,7 +40,11 @@ def load(package: Path) -> Any:
 
 @torch.inference_mode()
 def interpret(program: Any, inputs: Mapping[str, Tensor]) -> Interpretation:
-    """Run the main function of `program`. InputError naming the operator where one is not known here."""
+    """Run the main function of `program` on inputs by name.
+
+    Raises:
+        InputError: the program holds an operator that is not known here, which is named.
+    """
     function = program.functions["main"]
     last_use = _last_uses(function)
     values: dict[str, Any] = {name: tensor.float() for name, tensor in inputs.items()}

@@ -1,4 +1,7 @@
-"""Core ML's operators that move data: shapes, slices, gathers, resampling. Called as those of mil_ops are."""
+"""Core ML's operators that move data: shapes, slices, gathers, resampling.
+
+They are called as those of `operators` are.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -14,7 +14,11 @@ from attnrewrite.errors import InputError, first_line
 
 
 def convert(program: ExportedProgram, folder: Path, precision: str) -> Path:
-    """The program as a package in `folder`, computing in `precision` (FLOAT16 or FLOAT32)."""
+    """The program as a package in `folder`, computing in `precision` (FLOAT16 or FLOAT32).
+
+    Raises:
+        InputError: coremltools cannot convert it.
+    """
     package = folder / "model.mlpackage"
     try:
         with quiet():
@@ -42,7 +46,7 @@ def loaded(package: Path) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps coremltools' progress bars and remarks on versions from the terminal; errors still come as exceptions."""
+    """Keep coremltools' progress bars and remarks on versions from the terminal; errors still come as exceptions."""
     logger = logging.getLogger("coremltools")
     level = logger.level
     logger.setLevel(logging.ERROR)

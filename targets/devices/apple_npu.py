@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import AttnRewriteError, CheckFailedError
+from attnrewrite.errors import AttnRewriteError, CheckFailedError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target, size_bytes
 from attnrewrite.targets.coreml import interpreter as mil_interpreter
 from attnrewrite.targets.coreml import package
-from attnrewrite.targets.prepare import arrays, canonical, reference, specialise
+from attnrewrite.targets.prepare import arrays, canonical, reference, specialise, widened
+
+NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone only")
 
 
 class CoreMLNpu(Target):
@@ -26,36 +28,37 @@ class CoreMLNpu(Target):
 
     def availability(self) -> Availability:
         if find_spec("coremltools") is None:
-            missing = "coremltools is not installed (pip install 'attnrewrite[coreml]')"
+            missing = Refusal("not-installed", "coremltools is not installed (pip install 'attnrewrite[coreml]')")
             return Availability(build=missing, measure=missing)
         on_mac = platform.system() == "Darwin"
-        return Availability(build=None, measure=None if on_mac else "Core ML predicts on a Mac or an iPhone only")
+        return Availability(build=None, measure=None if on_mac else NOT_MEASURED)
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        inputs, notes = _as_core_ml_takes(example_inputs)
-        program, expected = canonical(specialise(module, inputs)), reference(module, example_inputs)
+        wide = widened(module, example_inputs)
+        inputs, notes = _as_core_ml_takes(wide.inputs)
+        program, expected = canonical(specialise(wide.module, inputs)), reference(wide.module, wide.inputs)
         subject = f"{name} for {self.name}"
         with tempfile.TemporaryDirectory() as folder:
             # The same conversion without float16, whose rounding would hide a small mistake of the converter.
-            wide = package.convert(program, Path(folder), "FLOAT32")
-            exact = _check(f"{subject} as float32", wide, inputs, expected, check.FLOAT32)
+            in_float32 = package.convert(program, Path(folder), "FLOAT32")
+            exact = _check(f"{subject} as float32", in_float32, inputs, expected, check.FLOAT32)
         agreement = _check(subject, package.convert(program, out, "FLOAT16"), inputs, expected, check.FLOAT16)
         how = f"MIL program interpreted with float16 rounding; in float32 it is within {exact.max_abs_error:.2g}"
-        return self.artifact(name, out, agreement, check=how, schedule="Core ML's own", notes=notes)
+        return self.artifact(name, out, agreement, check=how, schedule="Core ML's own", notes=(*notes, *wide.notes))
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
         reason = self.availability().measure
         if reason is not None:
-            return (Run("core ml", None, None, None, reason),)
+            return (Run.refused("core ml", reason),)
         try:
             return (_predictor(f"{name} in Core ML", module, example_inputs),)
         except AttnRewriteError as error:
-            return (Run("core ml", None, None, None, str(error)),)
+            return (Run.refused("core ml", Refusal("failed", str(error))),)
 
 
 _FOREIGN = (torch.uint8, torch.int8, torch.int16, torch.int64)
@@ -87,14 +90,15 @@ def _check(
 
 def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> Run:
     """The module run by Core ML itself."""
-    taken, _ = _as_core_ml_takes(inputs)
+    wide = widened(module, inputs)
+    taken, _ = _as_core_ml_takes(wide.inputs)
     with tempfile.TemporaryDirectory() as folder:
-        path = package.convert(canonical(specialise(module, taken)), Path(folder), "FLOAT16")
+        path = package.convert(canonical(specialise(wide.module, taken)), Path(folder), "FLOAT16")
         size = size_bytes(path)
         model = package.loaded(path)
     spec = model.get_spec().description
     feed = dict(zip([given.name for given in spec.input], arrays(taken), strict=True))
     predicted = model.predict(feed)
     found = [predicted[output.name] for output in spec.output]
-    agreement = check.agree(subject, found, reference(module, inputs), check.FLOAT16)
+    agreement = check.agree(subject, found, reference(wide.module, wide.inputs), check.FLOAT16)
     return Run("core ml", lambda: model.predict(feed), agreement.max_abs_error, size, None)

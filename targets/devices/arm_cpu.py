@@ -6,16 +6,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attnrewrite.errors import Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
-from attnrewrite.targets.prepare import arrays, reference, specialise
+from attnrewrite.targets.prepare import arrays, reference, specialise, widened
 from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
 
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
-NOT_MEASURED = "measured on an ARM device only (there, target host measures it)"
-EMULATION_S = 120
+NOT_MEASURED = Refusal("needs-device", "measured on an ARM device only (there, target host measures it)")
+EMULATION_S = 120  # seconds that the emulated run may take
 
 
 class ArmCpu(Target):
@@ -31,30 +32,26 @@ class ArmCpu(Target):
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        program = tvm_compat.import_program(specialise(module, example_inputs))
+        wide = widened(module, example_inputs)
+        program = tvm_compat.import_program(specialise(wide.module, wide.inputs))
         library, notes = _export(tvm_compat.build(program, tvm_compat.profile(self.name)), out)
         try:
             found, how = (
-                qemu.execute(library, arrays(example_inputs), tvm_compat.runtime_packages(), EMULATION_S),
+                qemu.execute(library, arrays(wide.inputs), tvm_compat.runtime_packages(), EMULATION_S),
                 "ran under qemu-aarch64",
             )
         except Unavailable as reason:
             host = tvm_compat.build(program, tvm_compat.host_profile())
-            found, how = tvm_compat.bind(host, example_inputs, threads)(), f"{ON_HOST}: {reason}"
-        agreement = check.agree(f"{name} for {self.name}", found, reference(module, example_inputs), check.FLOAT32)
+            found, how = tvm_compat.bind(host, wide.inputs, threads)(), f"{ON_HOST}: {reason}"
+        agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
         return self.artifact(
-            name,
-            out,
-            agreement,
-            check=how,
-            schedule=tvm_compat.DEFAULT_SCHEDULE,
-            notes=notes,
+            name, out, agreement, check=how, schedule=tvm_compat.DEFAULT_SCHEDULE, notes=(*notes, *wide.notes)
         )
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
-        return (Run("tvm", None, None, None, NOT_MEASURED),)
+        return (Run.refused("tvm", NOT_MEASURED),)
 
 
 def _export(executable: Any, out: Path) -> tuple[Path, tuple[str, ...]]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import AttnRewriteError
+from attnrewrite.errors import AttnRewriteError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
-from attnrewrite.targets.prepare import arrays, reference, specialise
+from attnrewrite.targets.prepare import arrays, reference, specialise, widened
 from attnrewrite.targets.runners import onnx_runtime
 from attnrewrite.targets.tvm import compat as tvm_compat
 
@@ -28,25 +28,27 @@ class Host(Target):
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        library = _link(module, example_inputs, out)
-        found = tvm_compat.bind(library, example_inputs, threads)()
-        agreement = check.agree(f"{name} for {self.name}", found, reference(module, example_inputs), check.FLOAT32)
-        return self.artifact(
-            name, out, agreement, check="ran in TVM on this host", schedule=tvm_compat.DEFAULT_SCHEDULE
-        )
+        wide = widened(module, example_inputs)
+        library = _link(wide.module, wide.inputs, out)
+        found = tvm_compat.bind(library, wide.inputs, threads)()
+        agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
+        how = "ran in TVM on this host"
+        return self.artifact(name, out, agreement, check=how, schedule=tvm_compat.DEFAULT_SCHEDULE, notes=wide.notes)
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
-        expected = reference(module, example_inputs)
+        wide = widened(module, example_inputs)
+        expected = reference(wide.module, wide.inputs)
         runs = []
-        for runtime, (prepare, note) in _RUNTIMES.items():
+        for runtime, (prepare, notes) in _RUNTIMES.items():
             try:
-                call, size_bytes = prepare(module, example_inputs, threads)
+                call, size_bytes = prepare(wide.module, wide.inputs, threads)
                 agreement = check.agree(f"{name} in {runtime}", arrays(call()), expected, check.FLOAT32)
+                note = "; ".join(notes + wide.notes)
                 runs.append(Run(runtime, call, agreement.max_abs_error, size_bytes, None, note))
             except AttnRewriteError as error:
-                runs.append(Run(runtime, None, None, None, str(error)))
+                runs.append(Run.refused(runtime, Refusal("failed", str(error))))
         return tuple(runs)
 
 
@@ -78,8 +80,8 @@ def _link(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> Path:
 
 
 # Each runtime's way to prepare a call, and what to know about the result.
-_RUNTIMES: dict[str, tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Prepared], str]] = {
-    "torch eager": (_eager, ""),
-    "onnxruntime": (onnx_runtime.prepare, ""),
-    "tvm": (_tvm, f"schedule: {tvm_compat.DEFAULT_SCHEDULE}"),
+_RUNTIMES: dict[str, tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Prepared], tuple[str, ...]]] = {
+    "torch eager": (_eager, ()),
+    "onnxruntime": (onnx_runtime.prepare, ()),
+    "tvm": (_tvm, (f"schedule: {tvm_compat.DEFAULT_SCHEDULE}",)),
 }

@@ -4,17 +4,18 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from attnrewrite.errors import Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
-from attnrewrite.targets.prepare import arrays, reference, specialise
+from attnrewrite.targets.prepare import arrays, reference, specialise, widened
 from attnrewrite.targets.runners import opencl
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm import device as tvm_device
 
-EXECUTION_S = 120
+EXECUTION_S = 120  # seconds that the kernels may take on this machine's OpenCL device
 ON_HOST = "same program compiled for this host and run; the OpenCL kernels themselves were not run"
-NOT_MEASURED = "measured on a phone's GPU only"
+NOT_MEASURED = Refusal("needs-device", "measured on a phone's GPU only")
 
 
 class Gpu(Target):
@@ -30,29 +31,30 @@ class Gpu(Target):
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        program = tvm_compat.import_program(specialise(module, example_inputs))
+        wide = widened(module, example_inputs)
+        program = tvm_compat.import_program(specialise(wide.module, wide.inputs))
         compiled = tvm_device.build(program, tvm_compat.profile(self.name))
         tvm_compat.export_objects(compiled.executable, out / "model.tar")
         (out / "kernels.cl").write_text(tvm_compat.kernel_sources(compiled.executable, "opencl"))
         try:
             kernels = tvm_device.device_program(compiled)
             (out / "launches.json").write_text(opencl.launches_json(kernels))
-            found, device = opencl.execute(kernels, arrays(example_inputs), EXECUTION_S)
+            found, device = opencl.execute(kernels, arrays(wide.inputs), EXECUTION_S)
             how = f"kernels run with OpenCL on {device}"
         except Unavailable as reason:
             host = tvm_compat.build(program, tvm_compat.host_profile())
-            found, how = tvm_compat.bind(host, example_inputs, threads)(), f"{ON_HOST}: {reason}"
-        agreement = check.agree(f"{name} for {self.name}", found, reference(module, example_inputs), check.FLOAT32)
+            found, how = tvm_compat.bind(host, wide.inputs, threads)(), f"{ON_HOST}: {reason}"
+        agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
         return self.artifact(
             name,
             out,
             agreement,
             check=how,
             schedule=tvm_compat.DEFAULT_SCHEDULE,
-            notes=("object files: link them with the Android NDK",),
+            notes=("object files: link them with the Android NDK", *wide.notes),
         )
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
-        return (Run("tvm", None, None, None, NOT_MEASURED),)
+        return (Run.refused("tvm", NOT_MEASURED),)

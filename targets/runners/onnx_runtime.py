@@ -12,7 +12,11 @@ from attnrewrite.targets.prepare import arrays, specialise
 
 
 def prepare(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> tuple[Callable[[], object], int]:
-    """A call of the module's ONNX export in onnxruntime on the processor, and the export's size in bytes."""
+    """A call of the module's ONNX export in onnxruntime on the processor, and the export's size in bytes.
+
+    Raises:
+        InputError: onnxruntime or onnxscript is not installed, or torch.onnx cannot export the module.
+    """
     for package in ("onnxruntime", "onnxscript"):
         if find_spec(package) is None:
             raise InputError(f"{package} is not installed (pip install 'attnrewrite[onnx]')")

@@ -52,9 +52,11 @@ class DeviceProgram:
 def execute(
     program: DeviceProgram, inputs: Sequence[np.ndarray], timeout_s: float
 ) -> tuple[tuple[np.ndarray, ...], str]:
-    """The outputs of a program, and the device that computed them.
+    """The outputs of a program, and the name of the device that computed them, in `timeout_s` seconds at most.
 
-    programs.Unavailable where there is no OpenCL here; CheckFailedError where a kernel does not compile or crashes.
+    Raises:
+        programs.Unavailable: there is no OpenCL here, or it takes longer.
+        CheckFailedError: a kernel does not compile or crashes.
     """
     if find_spec("pyopencl") is None:
         raise programs.Unavailable("pyopencl is not installed (pip install pyopencl)")

@@ -16,7 +16,12 @@ class Failed(Unavailable):
 
 
 def run(command: Sequence[str], timeout_s: float) -> str:
-    """What a command prints. Failed where it fails, Unavailable where it is not there or takes longer than that."""
+    """What a command prints on standard output.
+
+    Raises:
+        Failed: it ends with another status than 0.
+        Unavailable: it cannot be started, or takes longer than `timeout_s` seconds.
+    """
     name = Path(command[0]).name
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)

@@ -25,8 +25,8 @@ from attnrewrite.targets.runners.programs import Failed, Unavailable, run
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 PLATFORM = "manylinux_2_28_aarch64"
 LIBRARIES = ("tvm/lib/libtvm_runtime.so", "tvm_ffi/lib/libtvm_ffi.so")
-DOWNLOAD_S = 180
-COMPILE_S = 120
+DOWNLOAD_S = 180  # seconds
+COMPILE_S = 120  # seconds
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ def execute(
 ) -> tuple[np.ndarray, ...]:
     """The outputs (float32) of an aarch64 library whose runtime is in `packages`.
 
-    Unavailable where it cannot be run here, or not in that time; CheckFailedError where it crashes.
+    Raises:
+        Unavailable: it cannot be run here, or not in `timeout_s` seconds.
+        CheckFailedError: it crashes.
     """
     if any(array.dtype != np.float32 for array in inputs):
         raise Unavailable("the emulated runner takes float32 inputs only")

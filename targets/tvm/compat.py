@@ -21,16 +21,18 @@ import numpy as np
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from attnrewrite.errors import CheckFailedError, InputError, first_line
+from attnrewrite.errors import CheckFailedError, InputError, Refusal, first_line
 from attnrewrite.targets.prepare import arrays, canonical
 from attnrewrite.targets.runners.qemu import Packages
 
 DEFAULT_SCHEDULE = "TVM's default pipeline (no attnrewrite schedules yet)"
 
 
-def why_missing() -> str | None:
+def why_missing() -> Refusal | None:
     """Why TVM cannot be used here, or None when it can. Does not import it."""
-    return None if find_spec("tvm") else "apache-tvm is not installed (pip install 'attnrewrite[tvm]')"
+    if find_spec("tvm"):
+        return None
+    return Refusal("not-installed", "apache-tvm is not installed (pip install 'attnrewrite[tvm]')")
 
 
 def runtime_packages() -> Packages:
@@ -54,7 +56,11 @@ def host_profile() -> dict[str, Any]:
 
 
 def import_program(program: ExportedProgram) -> Any:
-    """The exported program as a Relax module with its weights inside. InputError naming operators that TVM lacks."""
+    """The exported program as a Relax module with its weights inside.
+
+    Raises:
+        InputError: TVM lacks an operator of it, which is named with its node, or cannot import it.
+    """
     from tvm.relax.frontend.torch import from_exported_program
 
     program = canonical(program)
@@ -66,7 +72,11 @@ def import_program(program: ExportedProgram) -> Any:
 
 
 def build(relax_module: Any, device: Mapping[str, Any]) -> Any:
-    """Compile a Relax module for a device description with TVM's default pipeline."""
+    """Compile a Relax module for a device description with TVM's default pipeline.
+
+    Raises:
+        CheckFailedError: TVM cannot compile it.
+    """
     import tvm
 
     try:
@@ -76,13 +86,19 @@ def build(relax_module: Any, device: Mapping[str, Any]) -> Any:
         raise CheckFailedError(f"TVM cannot compile the module for {device['kind']}: {first_line(error)}") from error
 
 
-def why_no_linker() -> str | None:
+def why_no_linker() -> Refusal | None:
     """Why no library can be linked for this machine, or None when one can."""
-    return None if _host_compiler() else "no C++ compiler was found to link a library with (install g++ or clang)"
+    if _host_compiler():
+        return None
+    return Refusal("no-linker", "no C++ compiler was found to link a library with (install g++ or clang)")
 
 
 def host_linker() -> str:
-    """The C++ compiler that links a library for this machine. InputError where there is none."""
+    """The C++ compiler that links a library for this machine.
+
+    Raises:
+        InputError: there is none.
+    """
     compiler = _host_compiler()
     if compiler is None:
         raise InputError(f"cannot link a library: {why_no_linker()}")
@@ -90,7 +106,11 @@ def host_linker() -> str:
 
 
 def export_library(executable: Any, path: Path, compiler: str) -> Path:
-    """Link a compiled module to the shared library `path` with the C++ compiler `compiler`, and return `path`."""
+    """Link a compiled module to the shared library `path` with the C++ compiler `compiler`, and return `path`.
+
+    Raises:
+        InputError: the compiler cannot link it.
+    """
     from tvm.support import cc
 
     linker = cc.cross_compiler(compiler, options=["-shared", "-fPIC"])
@@ -114,7 +134,11 @@ def export_objects(executable: Any, path: Path) -> Path:
 
 
 def kernel_sources(executable: Any, kind: str) -> str:
-    """The device code of kind `kind` (opencl) inside a compiled module, as one source text."""
+    """The device code of kind `kind` (opencl) inside a compiled module, as one source text.
+
+    Raises:
+        CheckFailedError: there is no kernel of that kind in it.
+    """
     pending, found = [executable.mod], []
     while pending:
         module = pending.pop()

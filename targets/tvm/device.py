@@ -1,4 +1,4 @@
-"""The device half of tvm_compat: a module compiled for a GPU as the kernels it launches. Written for TVM 0.27.
+"""A module compiled for a GPU as the kernels it launches. Written for TVM 0.27.
 
 It hides: tvm.s_tir.dlight and its rules; tvm.ir.instrument.pass_instrument and the names of the passes CallTIRRewrite
 and tirx.SplitHostDevice, after which main is a straight line of allocations and calls, and each called function one of
@@ -19,7 +19,7 @@ from attnrewrite.targets.tvm import compat as tvm_compat
 
 MAIN_PASS = "CallTIRRewrite"
 KERNELS_PASS = "tirx.SplitHostDevice"
-LONGEST_NAME = 100  # of a function; its kernels' names are a little longer
+LONGEST_NAME = 100  # characters of a function's name; its kernels' names are a little longer
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,11 @@ def _briefly_named(module: Any) -> Any:
 
 
 def device_program(compiled: Compiled) -> DeviceProgram:
-    """What the compiled module launches. Unavailable where it does more than launch kernels."""
+    """What the compiled module launches.
+
+    Raises:
+        Unavailable: it does more than launch kernels.
+    """
     source = tvm_compat.kernel_sources(compiled.executable, "opencl")
     return _Reader(compiled.functions).read(compiled.main, source)
 

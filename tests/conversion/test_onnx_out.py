@@ -14,7 +14,7 @@ from tiny_vits import IMAGE, Vit
 from torch import nn
 
 import attnrewrite as ar
-from attnrewrite.errors import InputError
+from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.passes.onnx.diff import difference
 
 _ATTENDS = {
@@ -104,6 +104,28 @@ def test_a_file_that_takes_bytes_is_calibrated_on_the_pixels_themselves(pixels_f
     found = ar.evaluate(folder, tmp_path / "d.npz")["out"]
     assert found.n == 12
     assert found.agreement is not None
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (RuntimeError(), "RuntimeError"),
+        (RuntimeError("\n"), "RuntimeError"),
+        (onnx.checker.ValidationError("\n no such operator\nat node 7"), "no such operator"),
+    ],
+)
+def test_what_onnx_refuses_is_told_in_its_first_words(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, said: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise raised
+
+    done = ar.convert(file, variant="l1")
+    monkeypatch.setattr(onnx.checker, "check_model", refuse)
+    with pytest.raises(CheckFailedError) as error:
+        done.save(tmp_path / "out")
+    assert str(error.value) == f"{file}: onnx refuses the rewritten model: {said}"
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_mean_of_a_file_that_takes_bytes_is_its_own(pixels_file: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.errors import CheckFailedError, InputError, Refusal
 from attnrewrite.evaluation import compare
 from attnrewrite.evaluation.compare import CompareModel, compare_models
 from attnrewrite.images.dataset import Array, Images
@@ -44,8 +44,11 @@ class Near(Target):
     ) -> tuple[Run, ...]:
         return (
             Run("quick", lambda: module(*example_inputs), 1e-7, 100, None, "scheduled by hand"),
-            Run("absent", None, None, None, "it is not installed"),
+            Run.refused("absent", Refusal("not-installed", "it is not installed")),
         )
+
+
+ELSEWHERE = Refusal("needs-device", "it is elsewhere")
 
 
 class Far(Target):
@@ -54,7 +57,7 @@ class Far(Target):
     name = "far"
 
     def availability(self) -> Availability:
-        return Availability(None, "it is elsewhere")
+        return Availability(None, ELSEWHERE)
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
@@ -65,7 +68,7 @@ class Far(Target):
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
-        return (Run("far runtime", None, None, None, "it is elsewhere"),)
+        return (Run.refused("far runtime", ELSEWHERE),)
 
 
 class Refusing(Far):

@@ -265,6 +265,15 @@ OPERATORS = {
     ),
     "triangles and sums": (17, IMAGE, "a = Trilu<upper=0>(x) one = Constant<value_int=2>() y = CumSum(a, one)"),
     "fused": (17, TOKENS, "y, m, i = com.microsoft.SkipLayerNormalization(x, x, bq, bk)"),
+    "fused, and its sum": (
+        17,
+        TOKENS,
+        """
+            n, m, i, s = com.microsoft.SkipLayerNormalization(x, x, bq, bk)
+            o, m2, i2, t = com.microsoft.SkipLayerNormalization<epsilon=0.001>(n, s, bq, bk, bv)
+            y = Mul(o, t)
+        """,
+    ),
 }
 
 
@@ -290,6 +299,14 @@ def test_an_imported_attention_is_the_same_site(name: str) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        (
+            "n, m = com.microsoft.SkipLayerNormalization(x, x, bq, bk) y = Add(n, m)",
+            r"SkipLayerNormalization \(node 'node0', opset 17\) cannot be imported .*: its output 'm' is read",
+        ),
+        (
+            "n, m = LayerNormalization(x, bq, bk) y = Add(n, m)",
+            r"LayerNormalization \(node 'node0', opset 17\) cannot be imported .*: its output 'm' is read",
+        ),
         ("y = Hardmax(x)", r"Hardmax \(node 'node0', opset 17\) cannot be imported .*: no translation is known"),
         ("s = Shape(x) f = Cast<to=1>(s) g = ReduceSum<keepdims=0>(f) y = Mul(x, g)", "the batch size as a number"),
         (

@@ -1,16 +1,18 @@
 """What targets there are, and the check that every artifact passes."""
 
-import sys
-import types
-from importlib.metadata import EntryPoint
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from foreign import lay_down, site_folder
 
-from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.cli.main import main
+from attnrewrite.errors import CheckFailedError, InputError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets import base
+from attnrewrite.targets.devices.host import Host
 
 
 def test_the_built_in_targets_go_by_their_names() -> None:
@@ -24,18 +26,96 @@ def test_an_unknown_target_suggests_the_nearest() -> None:
         base.get_target("arm")
 
 
-def test_installed_packages_add_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Toaster(base.Target):
-        name = "toaster"
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Path]:
+    """A folder on the path in which packages can be laid down as pip would."""
+    with site_folder(tmp_path / "site", base.REGISTRY) as folder:
+        yield folder
 
-    module = types.ModuleType("toasters")
-    module.Toaster = Toaster
-    monkeypatch.setitem(sys.modules, "toasters", module)
-    points = [EntryPoint("toaster", "toasters:Toaster", base.GROUP), EntryPoint("kettle", "no_such:Kettle", base.GROUP)]
-    monkeypatch.setattr(base, "entry_points", lambda group: points if group == base.GROUP else [])
-    assert isinstance(base.get_target("toaster"), Toaster)
-    with pytest.raises(InputError, match=r"target plug-in 'kettle' \(no_such:Kettle\) cannot be loaded"):
-        base.get_target("kettle")
+
+TOASTER = """
+from attnrewrite.targets.base import Availability, Target
+
+class Toaster(Target):
+    name = "toaster"
+    summary = "makes it warm"
+
+    def availability(self):
+        return Availability(None, None)
+
+    def lower(self, name, module, example_inputs, out, *, threads): ...
+
+    def runs(self, name, module, example_inputs, *, threads):
+        return ()
+"""
+
+
+def test_installed_packages_add_targets(site: Path) -> None:
+    lay_down(site, "toasters", base.GROUP, {"toaster": "toasters:Toaster"}, TOASTER)
+    assert list(base.targets()) == [*base.BUILT_IN, "toaster"]
+    assert base.get_target("toaster").summary == "makes it warm"
+    assert base.unusable() == {}
+
+
+# What is wrong: (the module's text, what is said of it).
+BROKEN = {
+    "an import that fails": ("import no_such_module", "does not load, ModuleNotFoundError: No module named"),
+    "a module that exits": ("raise SystemExit(1)", "does not load, SystemExit: 1"),
+    "another class": ("class Toaster: ...", "is not a subclass of attnrewrite.targets.base.Target"),
+    "no summary": (TOASTER.replace("summary", "summery"), "has no summary, which is to be a string"),
+    "another name": (TOASTER.replace('"toaster"', '"kettle"'), "calls itself 'kettle'"),
+    "no lower": (TOASTER.replace("def lower", "def raise_"), "does not define lower"),
+    "no runs": (TOASTER.replace("def runs", "def walks"), "does not define runs"),
+    "no availability": (TOASTER.replace("def availability", "def ability"), "does not define availability"),
+    "an availability that exits": (
+        TOASTER.replace("return Availability(None, None)", "exit(3)"),
+        "cannot be made with its defaults, SystemExit: 3",
+    ),
+    "an availability in words": (
+        TOASTER.replace("(None, None)", "(None, 'it is cold')"),
+        "has an availability() that is not an Availability of None or Refusal",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_target_is_listed_with_the_reason_and_nothing_else_suffers(
+    case: str, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, said = BROKEN[case]
+    lay_down(site, "toasters", base.GROUP, {"toaster": "toasters:Toaster"}, text)
+    assert main(["targets", "--json"]) == 0
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert [each["name"] for each in told["targets"]] == list(base.BUILT_IN)
+    assert list(told["unusable"]) == ["toaster"]
+    whole = told["unusable"]["toaster"]
+    assert whole.startswith("target 'toaster' of toasters (toasters:Toaster) ")
+    assert said in whole
+    assert printed.err == f"note: left out: {whole}\n"
+    with pytest.raises(InputError) as error:
+        base.get_target("toaster")
+    assert str(error.value) == whole
+
+
+def test_a_built_in_target_keeps_its_name(site: Path) -> None:
+    text = TOASTER.replace('"toaster"', '"host"')
+    lay_down(site, "hosts", base.GROUP, {"host": "hosts:Toaster"}, text)
+    assert isinstance(base.targets()["host"], Host)
+    assert isinstance(base.get_target("host"), Host)
+    whole = "target 'host' of hosts (hosts:Toaster) takes a name that is in use by attnrewrite"
+    assert base.unusable() == {"host": f"{whole}: mend or uninstall the package"}
+
+
+def test_the_list_of_targets_says_yes_or_why_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Host, "availability", lambda self: base.Availability(Refusal("cold", "it is cold"), None))
+    assert main(["targets", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    host = told["targets"][0]
+    assert (host["name"], host["build"], host["measure"]) == ("host", "it is cold", True)
+    assert told["unusable"] == {}
 
 
 def test_an_artifact_lists_what_lies_in_its_folder(tmp_path: Path) -> None:

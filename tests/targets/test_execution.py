@@ -70,7 +70,7 @@ def test_without_pyopencl_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_gpu_artifact_whose_kernels_could_not_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = get_target("gpu")
     if (reason := target.availability().build) is not None:
-        pytest.skip(reason)
+        pytest.skip(str(reason))
     monkeypatch.setattr(opencl, "find_spec", lambda name: None)
     made = target.lower("softmax", MODEL, INPUTS, tmp_path, threads=1)
     assert "kernels themselves were not run: pyopencl is not installed" in made.check
@@ -78,7 +78,7 @@ def test_a_gpu_artifact_whose_kernels_could_not_run_says_so(tmp_path: Path, monk
 
 def test_every_kernel_of_a_program_is_read_with_its_extents() -> None:
     if (reason := tvm_compat.why_missing()) is not None:
-        pytest.skip(reason)
+        pytest.skip(str(reason))
     imported = tvm_compat.import_program(specialise(MODEL, INPUTS))
     program = tvm_device.device_program(tvm_device.build(imported, tvm_compat.profile("gpu")))
     assert len(program.inputs) == 1
@@ -94,7 +94,7 @@ def test_every_kernel_of_a_program_is_read_with_its_extents() -> None:
 def arm(tmp_path: Path):
     target = get_target("arm-cpu")
     if (reason := target.availability().build) is not None:
-        pytest.skip(reason)
+        pytest.skip(str(reason))
     return lambda: target.lower("softmax", MODEL, INPUTS, tmp_path, threads=1)
 
 

@@ -1,14 +1,16 @@
 """Operators rewritten for compilers keep their meaning, whatever way a model spells them."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnrewrite.errors import InputError
-from attnrewrite.targets.prepare import arrays, canonical, reference, specialise
+from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.targets.base import get_target
+from attnrewrite.targets.prepare import arrays, canonical, reference, specialise, widened
 
 aten = torch.ops.aten
 RANDOM = torch.Generator().manual_seed(1)
@@ -140,3 +142,91 @@ def test_what_cannot_be_captured_is_one_line() -> None:
 def test_outputs_are_the_tensors_in_order_however_packed() -> None:
     one, two = heads(1), heads(2)
     assert [array.shape for array in arrays({"a": one, "b": [two, None, 3]})] == [(1,), (2,)]
+
+
+HALVES = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
+MASKS: dict[str, dict[str, object]] = {
+    "no mask": {},
+    "bool mask": {"attn_mask": MASK},
+    "float32 mask": {"attn_mask": MASK.float()},
+    "causal": {"is_causal": True},
+}
+
+
+class Attends(nn.Module):
+    """[B, 5, 16] -> [B, 5, 4]: one attention of two heads, masked as `mask` says."""
+
+    def __init__(self, mask: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.given = MASKS[mask]
+        self.packed, self.out = nn.Linear(16, 48), nn.Linear(16, 4)
+        self.eval().to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.packed(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(query, key, value, **self.given).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_half_precision_attention_stays_in_its_type(dtype: torch.dtype, mask: str) -> None:
+    module, x = Attends(mask, dtype), heads(2, 5, 16).to(dtype)
+    program = canonical(specialise(module, (x,)))
+    found = program.module()(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, module(x), rtol=HALVES[dtype], atol=HALVES[dtype])
+    made = {node.meta["val"].dtype for node in program.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
+    assert made <= {dtype, torch.bool} | ({torch.float32} if mask == "float32 mask" else set())
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_half_precision_module_is_widened_and_itself_left_alone(dtype: torch.dtype, mask: str) -> None:
+    module, x = Attends(mask, dtype), heads(2, 5, 16).to(dtype)
+    before = module(x)
+    wide = widened(module, (x,))
+    found = wide.module(*wide.inputs)
+    assert (found.dtype, wide.inputs[0].dtype, len(wide.notes)) == (torch.float32, torch.float32, 1)
+    torch.testing.assert_close(found, Attends(mask, dtype).float()(x.float()), rtol=1e-5, atol=1e-6)
+    assert {weight.dtype for weight in module.parameters()} == {dtype}
+    assert torch.equal(module(x), before)
+
+
+def test_a_float32_module_is_not_widened() -> None:
+    module, x = Attends("causal", torch.float32), heads(2, 5, 16)
+    wide = widened(module, (x,))
+    assert wide.module is module
+    assert wide.inputs[0] is x
+    assert wide.notes == ()
+
+
+def test_a_module_that_casts_inside_is_widened_there_too() -> None:
+    def cast(x: Tensor) -> Tensor:
+        return (x.to(torch.float16) * torch.ones(5, dtype=torch.float16)).float() + torch.full((5,), 1.0).half()
+
+    module = nn.Sequential(nn.Linear(5, 5).half(), Apply(cast))
+    wide = widened(module, (heads(2, 5).half(),))
+    values = [node.meta.get("val") for node in specialise(wide.module, wide.inputs).graph.nodes]
+    assert {value.dtype for value in values if isinstance(value, Tensor)} == {torch.float32}
+
+
+def test_a_module_that_is_another_in_float32_is_refused() -> None:
+    rounds = Apply(lambda x: (x + 4096) - 4096)  # float16 has no fractions there
+    with pytest.raises(CheckFailedError, match="the module in float32: its output differs from the module's by"):
+        widened(rounds, (torch.full((2, 3), 0.4).half(),))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("mask", ["bool mask", "causal"])
+@pytest.mark.parametrize("name", ["host", "coreml-npu"])
+def test_a_masked_half_precision_model_reaches_a_target(
+    name: str, mask: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    target = get_target(name)
+    if (reason := target.availability().build) is not None:
+        pytest.skip(str(reason))
+    module, x = Attends(mask, dtype), heads(2, 5, 16).to(dtype)
+    made = target.lower("masked", module, (x,), tmp_path, threads=1)
+    said = str(dtype).removeprefix("torch.")
+    assert made.notes == (f"compiled from the model in float32 (it is in {said}): its inputs are float32",)

@@ -6,11 +6,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from foreign import lay_down, site_folder
 
 import attnrewrite as ar
 from attnrewrite.cli.main import main
@@ -19,8 +20,7 @@ from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import load_source
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.plan import Plan
-from attnrewrite.variants.plugins import ENTRY_POINTS, registered
-from attnrewrite.variants.registry import BUILT_IN, get_variant, option_values, unusable, variants
+from attnrewrite.variants.registry import BUILT_IN, REGISTRY, get_variant, option_values, unusable, variants
 
 PACKAGE = Path(__file__).with_name("third_party_variant")
 ACCEPTED = [
@@ -64,31 +64,16 @@ def test_every_variant_describes_itself_and_its_options_survive_a_round_trip(nam
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def site(tmp_path: Path) -> Iterator[Path]:
     """A folder on the path in which packages can be laid down as pip would, and that is forgotten afterwards."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(folder)
-    registered.cache_clear()
-    yield folder
-    registered.cache_clear()
-    for name in [name for name, module in sys.modules.items() if str(folder) in str(getattr(module, "__file__", ""))]:
-        del sys.modules[name]
-
-
-def lay_down(site: Path, package: str, points: Mapping[str, str]) -> None:
-    """What pip leaves of a package beside its modules: its name, version and entry points."""
-    folder = site / f"{package.replace('-', '_')}-0.1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1.0\n")
-    lines = [f"{name} = {value}" for name, value in points.items()]
-    (folder / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINTS}]", *lines, ""]))
+    with site_folder(tmp_path / "site", REGISTRY) as folder:
+        yield folder
 
 
 def lay_down_pooled(site: Path) -> None:
     project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
     shutil.copy(PACKAGE / "pooled_attention.py", site)
-    lay_down(site, project["name"], project["entry-points"][ENTRY_POINTS])
+    lay_down(site, project["name"], REGISTRY.group, project["entry-points"][REGISTRY.group])
 
 
 def test_a_package_makes_its_variant_known_to_every_command(site: Path, tmp_path: Path, models_file: Path) -> None:
@@ -120,8 +105,8 @@ def test_a_plan_with_it_is_read_and_applied_where_the_package_is_installed(
     again, _ = FxRewrite(Plan.load(tmp_path / "out")).apply(capture("vit", source.model, source.example_inputs).module)
     with torch.no_grad():
         assert torch.equal(again(x), done.module(x))
-    registered.cache_clear()
-    monkeypatch.undo()  # as if it were uninstalled
+    REGISTRY.forget()
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(site)])  # as if uninstalled
     with pytest.raises(InputError, match="unknown variant 'pooled'"):
         Plan.load(tmp_path / "out")
     program = load_source(tmp_path / "out").program  # holds plain operators, and needs no package
@@ -164,7 +149,11 @@ BROKEN: dict[str, tuple[str, str, str]] = {
     "no such class": (BASE, "Brokn", "does not load, AttributeError: "),
     "an object": (BASE + "made = Broken()", "made", "is not a subclass of attnrewrite.variants.base.Variant"),
     "another class": ("class Broken: ...", "Broken", "is not a subclass of attnrewrite.variants.base.Variant"),
-    "another name": (BASE.replace('"broken"', '"fixed"'), "Broken", "calls itself 'fixed', and a plan is read by that"),
+    "another name": (
+        BASE.replace('"broken"', '"fixed"'),
+        "Broken",
+        "calls itself 'fixed', and is found by the name it is registered with",
+    ),
     "no name": (BASE.replace("Softmax)", "Variant)").replace("name =", "nom ="), "Broken", "has no name"),
     "no method": (
         BASE.replace("Softmax)", "Variant)") + '    summary = source = "nothing"',
@@ -190,8 +179,7 @@ def test_a_broken_package_is_told_in_one_line_and_nothing_else_suffers(
     case: str, site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, value, message = BROKEN[case]
-    (site / "broken_attention.py").write_text(text)
-    lay_down(site, "broken-attention", {"broken": f"broken_attention:{value}"})
+    lay_down(site, "broken-attention", REGISTRY.group, {"broken": f"broken_attention:{value}"}, text)
     lay_down_pooled(site)
     assert main(["variants", "--json"]) == 0
     printed = capsys.readouterr()
@@ -210,11 +198,13 @@ def test_a_broken_package_is_told_in_one_line_and_nothing_else_suffers(
 
 def test_a_name_is_kept_by_whoever_has_it_first(site: Path) -> None:
     shutil.copy(PACKAGE / "pooled_attention.py", site)
-    lay_down(site, "a-package", {"l1": "pooled_attention:Pooled", "pooled": "pooled_attention:Pooled"})
-    lay_down(site, "b-package", {"pooled": "pooled_attention:Pooled"})
+    lay_down(site, "a-package", REGISTRY.group, {"l1": "pooled_attention:Pooled", "pooled": "pooled_attention:Pooled"})
+    lay_down(site, "b-package", REGISTRY.group, {"pooled": "pooled_attention:Pooled"})
     known = variants()
     assert known["l1"] in BUILT_IN
     assert known["pooled"].__name__ == "Pooled"
-    assert set(unusable()) == {"l1", "pooled"}
-    assert all("takes a name that is in use: mend or uninstall" in told for told in unusable().values())
+    assert {name: told.partition(") ")[2] for name, told in unusable().items()} == {
+        "l1": "takes a name that is in use by attnrewrite: mend or uninstall the package",
+        "pooled": "takes a name that is in use by a-package: mend or uninstall the package",
+    }
     assert get_variant("pooled").name == "pooled"

@@ -12,9 +12,8 @@ from torch.fx import Graph, Node
 from attnrewrite.errors import InputError
 from attnrewrite.patterns.onnx.graph import OnnxGraph
 
-Translation = Callable[
-    ["Call"], Any
-]  # what an operator becomes: a node, or a list of them where it has several outputs
+# What an operator becomes: a node, or a list of them where it has several outputs, with None for one it cannot give.
+Translation = Callable[["Call"], Any]
 
 
 class Importer(Protocol):

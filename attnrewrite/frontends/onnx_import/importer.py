@@ -5,6 +5,7 @@ open. Every operator that is translated is in `arithmetic`, `movement` and `laye
 """
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -208,9 +209,12 @@ class _Importer:
             if value.name and not self.view.is_sized(value.name):
                 raise call.unsupported("the size of its result depends on the data")
         made = self._linear(call) or translation(call)
-        for place, value in enumerate(node.outputs):
-            if value.name and (place == 0 or isinstance(made, list | tuple)):
-                self._made[value.name] = made[place] if isinstance(made, list | tuple) else made
+        results = made if isinstance(made, list | tuple) else (made,)
+        for value, result in zip_longest(node.outputs, results):
+            if result is not None and value is not None and value.name:
+                self._made[value.name] = result
+            elif result is None and (value.uses() or value.is_graph_output()):
+                raise call.unsupported(f"its output {value.name!r} is read")
 
 
 _PROJECTS = frozenset({"MatMul", "Gemm", "Softmax"})

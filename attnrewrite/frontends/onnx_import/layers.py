@@ -92,8 +92,6 @@ def _conv_transpose(call: Call) -> Node:
 def _max_pool(call: Call) -> Node:
     kernel = list(call.attribute("kernel_shape"))
     rank = len(kernel)
-    if len([value for value in call.node.outputs if value.name]) > 1:
-        raise call.unsupported("its indices are read")
     value, padding = _padded(call, *_pads(call, kernel), value=-math.inf)
     function = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
     strides, dilations = list(call.attribute("strides", [1] * rank)), list(call.attribute("dilations", [1] * rank))
@@ -184,11 +182,12 @@ def _attention(call: Call) -> Node:
     )  # fmt: skip
 
 
-def _skip_layer_norm(call: Call) -> Node:
+def _skip_layer_norm(call: Call) -> list[Node | None]:
+    """The norm of a sum, and the sum; its mean and deviation, which lie between, are given out in training only."""
     total = call.emit(torch.add, call.operand(0), call.operand(1))
     total = call.emit(torch.add, total, call.operand(4)) if call.has(4) else total
-    width = [call.shape(0)[-1]]
-    return call.emit(F.layer_norm, total, width, call.operand(2), call.operand(3), call.attribute("epsilon", 1e-5))
+    width, epsilon = [call.shape(0)[-1]], call.attribute("epsilon", 1e-5)
+    return [call.emit(F.layer_norm, total, width, call.operand(2), call.operand(3), epsilon), None, None, total]
 
 
 LAYERS: dict[str, Callable[[Call], Any]] = {

@@ -105,6 +105,24 @@ def test_what_is_no_site_is_a_near_miss_with_its_reason(name: str) -> None:
     assert miss.detail
 
 
+@pytest.mark.parametrize("tokens", ["n", "s"])
+def test_tokens_may_be_any_output_of_a_fused_norm(tokens: str) -> None:
+    """The norm of a sum, or the sum itself, which the residual path reads further on."""
+    opset, body = SPELLINGS["plain"]
+    body = body.replace("(x, w", f"({tokens}, w").replace("y = Add(o3, bo)", "o4 = Add(o3, bo)")
+    fused = "n, m, i, s = com.microsoft.SkipLayerNormalization(x, x, bq, bk)"
+    last = "y, m2, i2, s2_ = com.microsoft.SkipLayerNormalization(o4, s, bq, bk)"
+    graph, found = find(ir.serde.deserialize_model(proto(f"{fused} {body} {last}", opset)))
+    (site,) = found.sites
+    assert not found.near_misses
+    for projection in site.projections:
+        assert isinstance(projection, Projection), projection
+        assert projection.input is not None
+        assert projection.input.value == tokens
+    assert site.fingerprint == find(spelled("plain"))[1].sites[0].fingerprint
+    assert [graph.shape(name) for name in ("n", "m", "i", "s")] == [(2, 10, 16), (2, 10, 1), (2, 10, 1), (2, 10, 16)]
+
+
 @pytest.mark.parametrize(("chosen", "dropped"), [("mask, s2, low", False), ("mask, low, s2", True)])
 def test_a_mask_written_over_the_scores_joins_them(chosen: str, dropped: bool) -> None:
     opset, body = SPELLINGS["plain"]
