@@ -7,8 +7,13 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError, first_line
-from attnrewrite.passes.fx.decompositions import WRITTEN_OUT
-from attnrewrite.passes.fx.fold_constants import fold_constants
+from attnrewrite.passes.base import Pipeline
+from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
+from attnrewrite.passes.fx.fold_constants import FoldConstants
+
+CANONICAL: Pipeline[ExportedProgram] = Pipeline(
+    (Decompose(WRITTEN_OUT), FoldConstants(), Decompose()), name="canonical"
+)
 
 
 def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> ExportedProgram:
@@ -29,7 +34,7 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
 
 def canonical(program: ExportedProgram) -> ExportedProgram:
     """The program in operators that compilers read, none of them in place; what depends on no input is computed."""
-    return fold_constants(program.run_decompositions(WRITTEN_OUT)).run_decompositions({})
+    return CANONICAL(program)
 
 
 def arrays(values: object) -> tuple[np.ndarray, ...]:
