@@ -19,11 +19,12 @@ from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import Evaluation, evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
 from attnrewrite.files import staged, write_file
-from attnrewrite.frontends.capture import capture, is_open
+from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import Source, examine_onnx, load_source
 from attnrewrite.images.dataset import Files, Images, load_images
 from attnrewrite.images.decode import check_whole
 from attnrewrite.pages.comparison import comparison_page, comparison_table
+from attnrewrite.passes.fx.signature import is_open
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import scan

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.patterns.weights import same_weights
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant
@@ -87,25 +87,28 @@ class Plan:
         return Plan(document.model, placements, _under(tensors, "parameters."))
 
 
-def check_fits(plan: Plan, scan: Scan) -> None:
-    """Raise InputError naming the first site of the plan that the scanned model does not have."""
+def misfit(plan: Plan, scan: Scan) -> Refusal | None:
+    """The first site of the plan that the scanned model does not have; None where the plan fits."""
     sites = {site.id: site for site in scan.sites}
     for placement in plan.placements:
         site = sites.get(placement.site)
         where = f"{placement.site} ({placement.name})"
         if site is None:
-            raise InputError(
-                f"plan does not fit {scan.model}: {where} is missing, the model has {len(sites)} sites; "
-                "apply the plan to the model that it was made from"
+            return Refusal(
+                "missing-site",
+                f"is another model's: the plan does not fit {scan.model}: {where} is missing, "
+                f"the model has {len(sites)} sites; apply the plan to the model that it was made from",
             )
         for attribute in ("heads", "head_dim", "n_queries", "n_keys", "fingerprint"):
             mine, theirs = getattr(placement, attribute), getattr(site, attribute)
             if not (same_weights(mine, theirs) if attribute == "fingerprint" else mine == theirs):
-                raise InputError(
-                    f"plan does not fit {scan.model}: {where} has {attribute} {_short(theirs)}, "
-                    f"the plan was made for {_short(mine)}; "
-                    "apply the plan to the model that it was made from"
+                return Refusal(
+                    "other-site",
+                    f"is another model's: the plan does not fit {scan.model}: {where} has {attribute} "
+                    f"{_short(theirs)}, the plan was made for {_short(mine)}; "
+                    "apply the plan to the model that it was made from",
                 )
+    return None
 
 
 def _short(value: object) -> str:

@@ -1,7 +1,7 @@
 """The matcher: every softmax, SDPA or attention op ends as an AttentionSite or as a NearMiss with a reason."""
 
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
@@ -16,6 +16,16 @@ from attnrewrite.patterns.relations import ancestors, common_scope, is_cross, re
 from attnrewrite.patterns.scores import Added
 from attnrewrite.patterns.weights import fingerprint
 from attnrewrite.site import Anchor, AttentionSite, Bias, Core, NearMiss, Operand, Projection, Scan, Term
+
+V_co = TypeVar("V_co", bound=GraphView, covariant=True)
+
+
+@dataclass(frozen=True)
+class Scanned(Generic[V_co]):
+    """A graph and what was found in it: a scan is made once, and travels with its graph."""
+
+    graph: V_co
+    scan: Scan
 
 
 def scan(graph: GraphView, model: str) -> Scan:

@@ -11,11 +11,15 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attnrewrite.errors import InputError, first_line
+from attnrewrite.passes.base import Pipeline
 from attnrewrite.passes.copying import quiet_copying
-from attnrewrite.passes.fx.decompositions import WRITTEN_OUT
-from attnrewrite.passes.fx.fold_constants import fold_constants
+from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
+from attnrewrite.passes.fx.fold_constants import FoldConstants
 from attnrewrite.targets import agreement as check
 
+CANONICAL: Pipeline[ExportedProgram] = Pipeline(
+    (Decompose(WRITTEN_OUT), FoldConstants(), Decompose()), name="canonical"
+)
 _HALVES = {torch.float16: check.FLOAT16, torch.bfloat16: check.BFLOAT16}
 
 
@@ -78,7 +82,7 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
 
 def canonical(program: ExportedProgram) -> ExportedProgram:
     """The program in operators that compilers read, none of them in place; what depends on no input is computed."""
-    return fold_constants(program.run_decompositions(WRITTEN_OUT)).run_decompositions({})
+    return CANONICAL(program)
 
 
 def arrays(values: object) -> tuple[np.ndarray, ...]:

@@ -26,11 +26,12 @@ from attnrewrite.images.pool import Pool
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.copying import quiet_copying
-from attnrewrite.passes.fx.rewrite import FxRewrite
+from attnrewrite.passes.fx.deploy import DeploySites
+from attnrewrite.passes.fx.rewrite import FxRewrite, scan_graph
 from attnrewrite.passes.site_module import written_value
 from attnrewrite.passes.verify import export_error, float64_errors, identity_errors, rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
-from attnrewrite.patterns.matcher import scan
+from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.patterns.weights import named_after
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.progress import Progress
@@ -137,25 +138,27 @@ def convert_source(
     captured = capture(source.name, source.model or _require(source.program), source.example_inputs)
     if not captured.exact:
         raise InputError(f"{captured.note}; it can be explained, but not converted")
-    found = named_after(scan(FxGraph(captured.module), source.name), source.own)
+    scanned = scan_graph(captured.module, source.name)
+    found = named_after(scanned.scan, source.own)
+    scanned = replace(scanned, scan=found)
     fates = fates_of(found, variant, kept_sites(found, keep))
     possible = [site for site in found.sites if fates[site.id] is None]
     require_some(found, possible, variant, fates)
     if images is not None:
         _require_float32(captured, possible)
     inputs = _batched(source.example_inputs, captured.fixed_batch)
-    teacher = _rewritten(captured, found, dict.fromkeys([site.id for site in possible], get_variant("softmax")))
+    teacher = _rewritten(scanned, dict.fromkeys([site.id for site in possible], get_variant("softmax")))
     identity = identity_errors(captured.module, teacher, found, inputs)
     selection = None
     standing: Mapping[str, Variant] = {}
     if isinstance(variant, Auto):
-        selection = _selected(variant, source, captured, teacher, possible, images, seed, state, progress)
+        selection = _selected(variant, source, captured, scanned, teacher, possible, images, seed, state, progress)
         standing = selection.standing
         fates |= selection.reasons
-        teacher = _rewritten(captured, found, dict.fromkeys(standing, get_variant("softmax")))
+        teacher = _rewritten(scanned, dict.fromkeys(standing, get_variant("softmax")))
     else:
         standing = dict.fromkeys([site.id for site in possible], variant)
-    student = _rewritten(captured, found, standing)
+    student = _rewritten(scanned, standing)
     stages: list[dict[str, Any]] = []
     if images is not None:
         stages = _calibrated(captured, teacher, student, source, images, steps, seed, state, progress)
@@ -186,6 +189,7 @@ def _selected(
     auto: Auto,
     source: Source,
     captured: Captured,
+    scanned: Scanned[FxGraph],
     teacher: GraphModule,
     possible: list[AttentionSite],
     images: Images | None,
@@ -198,7 +202,7 @@ def _selected(
     images.check(source.preprocessing, source.input_size)
     fixed = captured.fixed_batch
     one = source.example_inputs if fixed else tuple(tensor[:1] for tensor in source.example_inputs)
-    subject = Subject(source.name, captured.module, teacher, tuple(possible), one, fixed)
+    subject = Subject(source.name, scanned, teacher, tuple(possible), one, fixed)
     pool = Pool(images, source.preprocessing, source.input_size, fixed or min(64, len(images)))
     return select(auto, subject, pool, seed, State(state), progress)
 
@@ -227,11 +231,7 @@ def deployed(module: GraphModule) -> GraphModule:
     """A copy in which every site is what stands in a lowered model, and every tensor lies in order."""
     with quiet_copying():
         result = copy.deepcopy(module).eval()
-    for site in rewritten_sites(result).values():
-        site.deploy()
-    for tensor in (*result.parameters(), *result.buffers()):
-        tensor.data = tensor.data.contiguous()  # a fitted weight may be a transpose, which torch warns of as it saves
-    return result
+    return DeploySites()(result)
 
 
 def _require(program: ExportedProgram | None) -> ExportedProgram:
@@ -252,11 +252,11 @@ def _require_float32(captured: Captured, possible: list[AttentionSite]) -> None:
             )
 
 
-def _rewritten(captured: Captured, found: Scan, standing: Mapping[str, Variant]) -> GraphModule:
+def _rewritten(scanned: Scanned[FxGraph], standing: Mapping[str, Variant]) -> GraphModule:
     """The captured model with these variants at their sites."""
-    sites = [site for site in found.sites if site.id in standing]
-    plan = Plan(found.model, tuple(Placement.at(site, standing[site.id]) for site in sites))
-    return FxRewrite(plan)(captured.module)
+    sites = [site for site in scanned.scan.sites if site.id in standing]
+    plan = Plan(scanned.scan.model, tuple(Placement.at(site, standing[site.id]) for site in sites))
+    return FxRewrite(plan, scanned)(scanned.graph.module)
 
 
 def _final_plan(found: Scan, standing: Mapping[str, Variant], student: GraphModule, original: GraphModule) -> Plan:

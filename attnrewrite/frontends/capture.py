@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnrewrite.errors import InputError, first_line
-from attnrewrite.passes.copying import quiet_copying
-from attnrewrite.passes.fx.einsum import einsum_as_product
-from attnrewrite.patterns.fx.normalise import KNOWN, operator_name
+from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph, product_decompositions
+from attnrewrite.passes.fx.signature import is_open
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,6 @@ class Captured:
     fixed_batch: int | None
     note: str | None = None
     exact: bool = True
-
-
-def _decompositions() -> dict:
-    """einsum and baddbmm are spelled as the matrix products they are; everything else stays as written."""
-    added = torch.ops.aten.baddbmm.default
-    return {torch.ops.aten.einsum.default: einsum_as_product, **torch._decomp.get_decompositions([added])}
 
 
 def _doubled(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -80,11 +73,6 @@ def has_open_batch(program: ExportedProgram) -> bool:
     return any(is_open(size) for value in values if isinstance(value, Tensor) for size in value.shape)
 
 
-def is_open(size: int | torch.SymInt) -> bool:
-    """Whether a length is left open: torch.export also writes lengths that it has settled as symbols."""
-    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
-
-
 def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple[Tensor, ...]) -> Captured:
     """The functional graph of a model in evaluation mode, its parameters as attributes.
 
@@ -98,13 +86,7 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
             program, note = export(model.eval(), example_inputs)
         except InputError as refusal:
             return _traced_on_example(name, model, example_inputs, refusal)
-    with torch.no_grad(), quiet_copying():
-        if not _is_plain(program):
-            program = program.run_decompositions(_decompositions())
-        module = program.module(check_guards=False)
-    assert isinstance(module, GraphModule)
-    _remove_dropout(module)
-    _remove_assertions(module)
+    module = functional_graph(program)
     inputs = [
         n.meta["val"] for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
     ]
@@ -113,27 +95,6 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     if fixed is not None and note is None:
         note = "the exported program has a fixed batch size"
     return Captured(name, module, example_inputs, fixed, note)
-
-
-def _is_plain(program: ExportedProgram) -> bool:
-    """Whether every operation is one that the matcher knows as it is: no mutation, no einsum, no subgraph."""
-    calls = (node for node in program.graph.nodes if node.op == "call_function")
-    return all(_is_known(node) for node in calls if isinstance(node.target, torch._ops.OperatorBase))
-
-
-def _is_known(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
-        return False
-    makes = not any(isinstance(operand.meta.get("val"), Tensor) for operand in node.all_input_nodes)
-    return makes or operator_name(node) in KNOWN or operator_name(node).startswith("_assert")
-
-
-def _remove_dropout(module: GraphModule) -> None:
-    """Dropout does nothing in evaluation mode; what follows is then seen to follow."""
-    for node in list(module.graph.nodes):
-        if node.target is torch.ops.aten.dropout.default and not node.args[2]:
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
 
 
 @contextmanager
@@ -154,7 +115,7 @@ def _traced_on_example(name: str, model: nn.Module, inputs: tuple[Tensor, ...], 
     try:
         with torch.no_grad():
             run = torch.func.functionalize(lambda *args: model(*args), remove="mutations")
-            module = make_fx(run, _decompositions(), record_module_stack=True)(*inputs)
+            module = make_fx(run, product_decompositions(), record_module_stack=True)(*inputs)
     except Exception as error:
         raise refusal from error
     names = {id(tensor): path for path, tensor in [*model.named_parameters(), *model.named_buffers()]}
@@ -163,14 +124,5 @@ def _traced_on_example(name: str, model: nn.Module, inputs: tuple[Tensor, ...], 
             tensor = getattr(module, str(node.target))
             node.meta.setdefault("val", tensor)
             node.meta["parameter"] = names.get(id(tensor), str(node.target))
-    _remove_assertions(module)
+    module = RemoveAssertions()(module)
     return Captured(name, module, inputs, int(inputs[0].shape[0]), str(refusal), exact=False)
-
-
-def _remove_assertions(module: GraphModule) -> None:
-    """Drop the metadata assertions that export leaves between the operations: they compute nothing."""
-    for node in list(module.graph.nodes):
-        if node.op == "call_function" and str(node.target).startswith("aten._assert") and not node.users:
-            module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
-    module.recompile()

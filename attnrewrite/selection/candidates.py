@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 
 from attnrewrite.errors import InputError, unknown_name
 from attnrewrite.variants.base import Variant
@@ -60,7 +59,7 @@ def _parsed(text: str) -> Variant:
         raise InputError(f"candidate {text!r}: {bad[0]!r} is not KEY=VALUE, as in {name}:local=true")
     given = {key.replace("-", "_"): value for key, _, value in (pair.partition("=") for pair in pairs)}
     variant = get_variant(name, given)
-    if "relu" in {field.name for field in fields(variant)} and getattr(variant, "relu", False):
+    if "relu-for-gelu" in variant.follow_ups():
         raise InputError(f"candidate {text!r}: relu=true changes the MLPs, and a candidate changes its site only")
     return variant
 

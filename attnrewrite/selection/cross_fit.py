@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.processes import Processes, placed
@@ -15,6 +14,8 @@ from attnrewrite.calibration.stages import split
 from attnrewrite.images.dataset import Images
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.fx.rewrite import FxRewrite
+from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.plan import Plan
 from attnrewrite.progress import Progress
 from attnrewrite.variants.registry import get_variant
@@ -23,16 +24,21 @@ FOLDS = 2
 
 
 def cross_fitted(
-    original: GraphModule, plan: Plan, images: Pool, seed: int, processes: Processes, progress: Progress | None = None
+    scanned: Scanned[FxGraph],
+    plan: Plan,
+    images: Pool,
+    seed: int,
+    processes: Processes,
+    progress: Progress | None = None,
 ) -> Tensor:
-    """The logits [images, classes] of `original` rewritten by `plan`, in float64.
+    """The logits [images, classes] of the scanned model rewritten by `plan`, in float64.
 
     The images are dealt into FOLDS; each fold goes through a model that was fitted, in closed form, to the others.
     """
     softmax = Plan(plan.model, tuple(replace(each, variant=get_variant("softmax")) for each in plan.placements))
     outputs: dict[int, Tensor] = {}
     for fitting, measuring in _folds(len(images.images)):
-        teacher, student = FxRewrite(softmax)(original), FxRewrite(plan)(original)
+        teacher, student = (FxRewrite(each, scanned)(scanned.graph.module) for each in (softmax, plan))
         fitted, apart = split(_at(images.images, fitting))
         with placed(processes.device, teacher, student):
             given = Calibration(

@@ -17,6 +17,8 @@ from attnrewrite.evaluation.accuracy import check_classes
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.verify import rewritten_sites
+from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.progress import Progress
 from attnrewrite.selection.budget import Auto
@@ -36,16 +38,23 @@ SCAN_BATCHES = 5  # of the fitted ones: as many as the fit needs to choose its r
 
 @dataclass(frozen=True)
 class Subject:
-    """The model to convert: `original` as captured, `teacher` the same with softmax at `sites`, those that a candidate
+    """The model to convert: `scanned` as captured, `teacher` the same with softmax at `sites`, those that a candidate
     can stand at. `one` is an input of one image, or of the only batch that the model takes (`fixed_batch`).
     """
 
     name: str
-    original: GraphModule
+    scanned: Scanned[FxGraph]
     teacher: GraphModule
     sites: tuple[AttentionSite, ...]
     one: tuple[Tensor, ...]
     fixed_batch: int | None
+
+    @property
+    def original(self) -> GraphModule:
+        return self.scanned.graph.module
+
+    def rewritten(self, plan: Plan) -> GraphModule:
+        return FxRewrite(plan, self.scanned)(self.original)
 
 
 @dataclass(frozen=True)
@@ -87,9 +96,8 @@ class Workbench:
     def _scan(self) -> dict[str, list[dict[str, Any]]]:
         fitted, apart, measuring = self._scan_images()
         labels = self.images.images.y
-        student = FxRewrite(self._plan({site.id: get_variant("softmax") for site in self.subject.sites}))(
-            self.subject.original
-        )
+        softmax = get_variant("softmax")
+        student = self.subject.rewritten(self._plan(dict.fromkeys((site.id for site in self.subject.sites), softmax)))
         judge = LossMeter(
             self.judge.original[torch.from_numpy(measuring)],
             None if labels is None else labels[measuring],
@@ -152,7 +160,7 @@ class Workbench:
         plan = self._plan(standing)
 
         def measure() -> dict[str, Any]:
-            logits = cross_fitted(self.subject.original, plan, self.images, self.seed, self.processes, self.progress)
+            logits = cross_fitted(self.subject.scanned, plan, self.images, self.seed, self.processes, self.progress)
             return asdict(self.judge.loss(logits))
 
         return Loss(**self._kept(f"loss of {self._told(standing)}", measure))
@@ -166,7 +174,7 @@ class Workbench:
         subject, plan = self.subject, self._plan(standing)
 
         def measure() -> float:
-            converted = FxRewrite(plan)(subject.original)
+            converted = subject.rewritten(plan)
             for site in rewritten_sites(converted).values():
                 site.deploy()
             return timing.ratio(subject.original, converted, subject.one)

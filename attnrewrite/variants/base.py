@@ -4,12 +4,13 @@ The form itself, a torch module on the heads' queries, keys and values, follows 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.parts.form import Form, Heads, received, summed_with
 
 __all__ = [
+    "FollowUp",
     "Form",
     "Heads",
     "Variant",
@@ -19,6 +20,11 @@ __all__ = [
     "refuse_unpaired",
     "summed_with",
 ]
+
+
+# What a form may ask for around its site, which the pass that rewrites the graph carries out there: ReLU in place of
+# the GELUs of the MLP behind it (SimA, section 4).
+FollowUp = Literal["relu-for-gelu"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,10 @@ class Variant:
     def note(self, site: AttentionSite) -> str | None:
         """What the form leaves out at `site` beyond its own approximation, as a sentence; None when nothing."""
         return None
+
+    def follow_ups(self) -> tuple[FollowUp, ...]:
+        """What is to change around every site that the form takes."""
+        return ()
 
     def multiplies(self, site: AttentionSite) -> int:
         """Multiply-adds of the form at `site` for one image, projections excluded."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Heads, refuse_unpaired
+from attnrewrite.variants.base import FollowUp, Form, Heads, refuse_unpaired
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.parts.key_masks import centred, key_weights, share, token_mean, weighed
 from attnrewrite.variants.parts.products import Order, cheaper_order, mean_product, product_multiplies
@@ -101,6 +101,9 @@ class L1(LinearVariant):
     name = "l1"
     summary = "SimA: query and key of l1 norm one over the tokens, no softmax"
     source = "Koohpayegani & Pirsiavash 2022, SimA, equations 3-4"
+
+    def follow_ups(self) -> tuple[FollowUp, ...]:
+        return ("relu-for-gelu",) if self.relu else ()
 
     def form(self, site: AttentionSite) -> Form:
         return L1Form(self.centred, self.single_head, self._order(site), refuse_unpaired(site) is None)

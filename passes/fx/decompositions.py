@@ -1,4 +1,4 @@
-"""Operators written out in others, because some compiler reads them wrongly or not at all.
+"""Operators written out in others: the pass that does it, and those that some compiler reads wrongly or not at all.
 
 TVM's importer drops attention's explicit scale in silence, refuses masks of bool, other ranks than 2 and 4 and grouped
 queries, makes a gather of a select, and can fill neither a mask nor an integer tensor; its schedules for GPUs add to a
@@ -8,14 +8,46 @@ another is a constant.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.export import ExportedProgram
+
+from attnrewrite.errors import Refusal
+from attnrewrite.passes.base import Edit, Pass, PassResult
+from attnrewrite.passes.fx.signature import other_signature, writes_in_place
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Decompose(Pass[ExportedProgram]):
+    """The operators of `table` written out as its functions say, and none left that writes in place.
+
+    A function that returns NotImplemented leaves its operator as it is.
+    """
+
+    table: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
+
+    def rewrite(self, graph: ExportedProgram) -> PassResult[ExportedProgram]:
+        program = graph.run_decompositions(dict(self.table))
+        before, after = _operators(graph), _operators(program)
+        gone = tuple(Edit(str(operator)) for operator in (before - after).elements())
+        relabelled = () if graph.dialect == program.dialect else (Edit(graph.dialect, program.dialect),)
+        return PassResult(program, gone + relabelled)
+
+    def ensures(self, before: ExportedProgram, result: PassResult[ExportedProgram]) -> Refusal | None:
+        """The same inputs and outputs, and no operator that writes in place."""
+        return other_signature(before, result.graph) or writes_in_place(result.graph)
+
+
+def _operators(program: ExportedProgram) -> Counter[Any]:
+    return Counter(node.target for node in program.graph.nodes if node.op == "call_function")
 
 
 def _attention(
@@ -108,7 +140,7 @@ def _select(x: Tensor, dim: int, index: int) -> Tensor:
     return x.narrow(dim, index % x.shape[dim], 1).squeeze(dim)
 
 
-# For ExportedProgram.run_decompositions; a function that returns NotImplemented leaves its operator as it is.
+# what compilers are not given
 WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     aten.scaled_dot_product_attention.default: _attention,
     aten.roll.default: _roll,

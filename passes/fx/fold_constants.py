@@ -5,29 +5,48 @@ them, and it is among them that compilers find operators they lack.
 """
 
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
+from attnrewrite.errors import Refusal
+from attnrewrite.passes.base import Edit, Pass, PassResult
+from attnrewrite.passes.fx.cleanup import CleanUp
+from attnrewrite.passes.fx.signature import other_signature, writes_in_place
 
-@torch.no_grad()
-def fold_constants(program: ExportedProgram) -> ExportedProgram:
-    """The functional `program` with every value that depends on no input stored as a constant; unused weights go."""
-    module = program.module()
-    assert isinstance(module, fx.GraphModule)
-    values = _constant_values(module)
-    for index, node in enumerate(_boundary(values)):
-        name = f"folded_{index}"
-        module.register_buffer(name, values[node].contiguous())
-        with module.graph.inserting_before(node):
-            node.replace_all_uses_with(module.graph.get_attr(name))
-    module.graph.eliminate_dead_code()
-    _drop_unused(module)
-    module.recompile()
-    assert program.example_inputs is not None
-    return torch.export.export(module, program.example_inputs[0])
+
+@dataclass(frozen=True)
+class FoldConstants(Pass[ExportedProgram]):
+    """Every value that depends on no input stored as a constant; unused weights go. Shapes become the example's."""
+
+    def requires(self, graph: ExportedProgram) -> Refusal | None:
+        """That no constant is written over, and that there is an example to export the result with."""
+        if graph.example_inputs is None:
+            return Refusal("no-example", "has no example inputs: export it again with torch.export.export")
+        return writes_in_place(graph)
+
+    @torch.no_grad()
+    def rewrite(self, graph: ExportedProgram) -> PassResult[ExportedProgram]:
+        module = graph.module()
+        assert isinstance(module, fx.GraphModule)
+        values = _constant_values(module)
+        folded = []
+        for index, node in enumerate(_boundary(values)):
+            name = f"folded_{index}"
+            module.register_buffer(name, values[node].contiguous())
+            with module.graph.inserting_before(node):
+                node.replace_all_uses_with(module.graph.get_attr(name))
+            folded.append(Edit(node.name, name))
+        cleaned = CleanUp().apply(module)
+        assert graph.example_inputs is not None
+        return PassResult(torch.export.export(module, *graph.example_inputs), (*folded, *cleaned.edits))
+
+    def ensures(self, before: ExportedProgram, result: PassResult[ExportedProgram]) -> Refusal | None:
+        """The same inputs and outputs."""
+        return other_signature(before, result.graph)
 
 
 def _constant_values(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
@@ -56,11 +75,3 @@ def _boundary(values: dict[fx.Node, Tensor]) -> list[fx.Node]:
         for node, value in values.items()
         if node.op != "get_attr" and isinstance(value, Tensor) and any(user not in values for user in node.users)
     ]
-
-
-def _drop_unused(module: fx.GraphModule) -> None:
-    used = {node.target for node in module.graph.nodes if node.op == "get_attr"}
-    held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name in {name for name, _ in held} - used:
-        owner, _, leaf = name.rpartition(".")
-        delattr(module.get_submodule(owner), leaf)

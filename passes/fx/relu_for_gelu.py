@@ -1,7 +1,14 @@
 """ReLU for GELU in the MLP behind a rewritten site: SimA's last exponential (section 4)."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
+
+from attnrewrite.errors import Refusal
+from attnrewrite.passes.base import Edit, Pass, PassResult
+from attnrewrite.patterns.fx.operators import operator_name
 
 _BETWEEN = frozenset(
     [
@@ -21,30 +28,37 @@ _BETWEEN = frozenset(
         "clone",
     ]
 )
-_GELU = (torch.ops.aten.gelu.default,)
 
 
-def relu_for_gelu(module: GraphModule, start: Node) -> int:
-    """Replace the GELUs of the MLP that reads what `start` adds to the residual stream; the number replaced.
+@dataclass(frozen=True)
+class ReluForGelu(Pass[GraphModule]):
+    """Replace the GELUs of the MLP that reads what the node called `behind` adds to the residual stream.
 
     The walk goes through norms, linear maps, data movement and one sum; a second sum is the next block's.
     """
-    pending, seen, replaced = [(start, 0)], {start}, 0
-    while pending:
-        node, sums = pending.pop()
-        for user in list(node.users):
-            if user in seen or user.op != "call_function":
-                continue
-            seen.add(user)
-            name = _name(user)
-            if user.target in _GELU:
-                user.target, user.kwargs = torch.ops.aten.relu.default, {}
-                replaced += 1
-            elif name in _BETWEEN or (name == "add" and sums == 0):
-                pending.append((user, sums + (name == "add")))
-    return replaced
 
+    behind: str
+    in_place: ClassVar[bool] = True
 
-def _name(node: Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return str(schema.name).split("::")[1] if schema is not None else str(node.target)
+    def requires(self, graph: GraphModule) -> Refusal | None:
+        """That there is such a node."""
+        known = any(node.name == self.behind for node in graph.graph.nodes)
+        return None if known else Refusal("no-such-node", f"has no node {self.behind!r}")
+
+    def rewrite(self, graph: GraphModule) -> PassResult[GraphModule]:
+        start = next(node for node in graph.graph.nodes if node.name == self.behind)
+        pending, seen, edits = [(start, 0)], {start}, []
+        while pending:
+            node, sums = pending.pop()
+            for user in list(node.users):
+                if user in seen or user.op != "call_function":
+                    continue
+                seen.add(user)
+                name = operator_name(user)
+                if user.target is torch.ops.aten.gelu.default:
+                    user.target, user.kwargs = torch.ops.aten.relu.default, {}
+                    edits.append(Edit(user.name, user.name))
+                elif name in _BETWEEN or (name == "add" and sums == 0):
+                    pending.append((user, sums + (name == "add")))
+        graph.recompile()
+        return PassResult(graph, tuple(edits))

@@ -2,81 +2,109 @@
 
 import copy
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from attnrewrite.errors import InputError
-from attnrewrite.passes.base import Edit, Precision, place, tell_of_gelus
+from attnrewrite.errors import InputError, Refusal
+from attnrewrite.passes.base import Edit, Pass, PassResult
+from attnrewrite.passes.by_plan import PlanPass, Precision, SiteEdit, place, tell_of_nothing_found
 from attnrewrite.passes.copying import quiet_copying
-from attnrewrite.passes.fx.relu_for_gelu import relu_for_gelu
+from attnrewrite.passes.fx.cleanup import CleanUp
+from attnrewrite.passes.fx.relu_for_gelu import ReluForGelu
 from attnrewrite.passes.site_module import SiteModule, written_value
 from attnrewrite.patterns.fx.graph import FxGraph
-from attnrewrite.patterns.matcher import scan
-from attnrewrite.plan import Plan, check_fits
-from attnrewrite.site import AttentionSite, Scan
+from attnrewrite.patterns.matcher import Scanned, scan
+from attnrewrite.site import AttentionSite
+from attnrewrite.variants.base import FollowUp
+
+# What carries out what a variant asks for around its site, given the name of the node that stands there now.
+FOLLOW_UPS: dict[FollowUp, Callable[[str], Pass[GraphModule]]] = {"relu-for-gelu": ReluForGelu}
 
 
 @dataclass(frozen=True)
-class FxRewrite:
-    """Apply `plan` to a GraphModule of aten operations (as `frontends.capture` gives it). The input is not changed."""
+class FxRewrite(PlanPass[GraphModule, FxGraph]):
+    """Apply `plan` to a GraphModule of aten operations (as `frontends.capture` gives it). The input is not changed.
 
-    plan: Plan
+    `apply` raises InputError where the plan was made for another model or a variant refuses its site.
+    """
 
-    def __call__(self, module: GraphModule) -> GraphModule:
-        return self.apply(module)[0]
+    def scan(self, graph: GraphModule) -> Scanned[FxGraph]:
+        return scan_graph(graph, self.plan.model)
 
-    def apply(self, module: GraphModule) -> tuple[GraphModule, tuple[Edit, ...]]:
-        """The rewritten module and what was edited.
+    def requires(self, graph: GraphModule) -> Refusal | None:
+        """That torch.export made the graph, that it is the one that was scanned, and that the plan fits it."""
+        inputs = (node for node in graph.graph.nodes if node.op == "placeholder")
+        unknown = next((node for node in inputs if "val" not in node.meta), None)
+        if unknown is not None:
+            return Refusal("not-exported", f"does not tell the shape of {unknown.name}: make it with torch.export")
+        if self.scanned is not None and self.scanned.graph.module is not graph:
+            return Refusal("other-graph", "is not the one that was scanned")
+        return super().requires(graph)
 
-        Raises:
-            InputError: the plan was made for another model, or a variant refuses its site.
-        """
-        graph = FxGraph(module)
-        found = scan(graph, self.plan.model)
-        check_fits(self.plan, found)
-        sites = {site.id: site for site in found.sites}
-        precision = _precision(graph)
-        replacements = {p.site: place(graph, sites[p.site], p, precision) for p in self.plan.placements}
-        result, edits = rewrite(module, found, replacements, self.plan.parameters)
-        calls = {node.target: node for node in result.graph.nodes if node.op == "call_module"}
+    def rewrite(self, graph: GraphModule) -> PassResult[GraphModule]:
+        known = self.known(graph)
+        placements = {placement.site: placement for placement in self.plan.placements}
+        precision = _precision(known.graph)
+        replacements = [
+            (site, place(known.graph, site, placements[site.id], precision))
+            for site in known.scan.sites
+            if site.id in placements
+        ]
+        result, edits = swapped(graph, replacements)
+        changed = _set_parameters(result, self.plan.parameters)
+        return PassResult(result, (*edits, *changed, *self._followed_up(result, edits)))
+
+    def ensures(self, before: GraphModule, result: PassResult[GraphModule]) -> Refusal | None:
+        """The same inputs, and one module call for each placement."""
+        inputs, left = _inputs(before), _inputs(result.graph)
+        if inputs != left:
+            return Refusal("other-inputs", f"takes {', '.join(left)}, not {', '.join(inputs)}")
+        calls = [node.target for node in result.graph.graph.nodes if node.op == "call_module"]
+        made = {edit.site: edit.module for edit in result.edits if isinstance(edit, SiteEdit)}
+        missing = next((p.site for p in self.plan.placements if calls.count(made.get(p.site)) != 1), None)
+        return None if missing is None else Refusal("site-not-called", f"does not call the module of {missing} once")
+
+    def _followed_up(self, module: GraphModule, edits: tuple[SiteEdit, ...]) -> tuple[Edit, ...]:
+        """What the variants asked for around their sites, done in place."""
+        calls = {node.target: node.name for node in module.graph.nodes if node.op == "call_module"}
         modules = {edit.site: edit.module for edit in edits}
+        done: list[Edit] = []
         for placement in self.plan.placements:
-            if getattr(placement.variant, "relu", False):
-                replaced = relu_for_gelu(result, calls[modules[placement.site]])
-                tell_of_gelus(placement.site, replaced)
-        result.recompile()
-        return result, edits
+            for asked in placement.variant.follow_ups():
+                followed = FOLLOW_UPS[asked](calls[modules[placement.site]]).apply(module)
+                tell_of_nothing_found(placement.site, asked, followed.edits)
+                done += followed.edits
+        return tuple(done)
 
 
-def rewrite(
-    module: GraphModule,
-    found: Scan,
-    replacements: dict[str, SiteModule],
-    parameters: Mapping[str, Tensor] | None = None,
-) -> tuple[GraphModule, tuple[Edit, ...]]:
-    """A copy of `module` in which each site of `replacements` is one module call; dead parameters are gone."""
+def scan_graph(module: GraphModule, model: str) -> Scanned[FxGraph]:
+    """A graph of aten operations and its attention, for every pass that will be applied to it."""
+    graph = FxGraph(module)
+    return Scanned(graph, scan(graph, model))
+
+
+def swapped(
+    module: GraphModule, replacements: list[tuple[AttentionSite, SiteModule]]
+) -> tuple[GraphModule, tuple[SiteEdit, ...]]:
+    """A copy of `module` in which each site is one call of its module; what only the sites' operations read is gone."""
     with quiet_copying():
         result = GraphModule(module, copy.deepcopy(module.graph))
     result.meta.update(module.meta)
     nodes = {node.name: node for node in result.graph.nodes}
-    edits = []
-    for site in found.sites:
-        if site.id in replacements:
-            edits.append(_swap(result, nodes, site, replacements[site.id]))
-    replaced = {node for site in found.sites if site.id in replacements for node in site.nodes}
-    # torch counts SDPA as impure for its dropout: left to itself, it would keep the attention that was replaced
-    result.graph.eliminate_dead_code(lambda node: node.is_impure() and node.name not in replaced)
+    edits = tuple(_swap(result, nodes, site, rewritten) for site, rewritten in replacements)
     _allow_any_strides(result)
-    _drop_unused(result)
+    CleanUp(pure=frozenset(node for site, _ in replacements for node in site.nodes)).apply(result)
     _own_parameters(result)
-    _set_parameters(result, parameters or {})
     result.graph.lint()
-    result.recompile()
-    return result, tuple(edits)
+    return result, edits
+
+
+def _inputs(module: GraphModule) -> list[str]:
+    return [node.name for node in module.graph.nodes if node.op == "placeholder"]
 
 
 def _precision(graph: FxGraph) -> Precision:
@@ -84,7 +112,7 @@ def _precision(graph: FxGraph) -> Precision:
     return lambda _, site: graph.node(written_value(site)).meta["val"].dtype
 
 
-def _swap(module: GraphModule, nodes: dict[str, Node], site: AttentionSite, rewritten: SiteModule) -> Edit:
+def _swap(module: GraphModule, nodes: dict[str, Node], site: AttentionSite, rewritten: SiteModule) -> SiteEdit:
     """Put `rewritten` where the site's value is made; later sites that read that value read the module call."""
     name = f"attention_{site.id}"
     while hasattr(module, name):  # the model was rewritten before
@@ -98,7 +126,7 @@ def _swap(module: GraphModule, nodes: dict[str, Node], site: AttentionSite, rewr
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
     nodes[value] = new
-    return Edit(site.id, value, name)
+    return SiteEdit(value, name, site.id)
 
 
 def _as_type(operand: Node, dtype: torch.dtype) -> Node:
@@ -116,16 +144,6 @@ def _allow_any_strides(module: GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
             node.target = torch.ops.aten.reshape.default
-
-
-def _drop_unused(module: GraphModule) -> None:
-    """Delete parameters, buffers and submodules that no node of the graph reads any more."""
-    used = {str(node.target) for node in module.graph.nodes if node.op in ("get_attr", "call_module")}
-    for name, _ in [*module.named_parameters(), *module.named_buffers()]:
-        if not any(name == target or name.startswith(f"{target}.") for target in used):
-            owner, _, attribute = name.rpartition(".")
-            delattr(module.get_submodule(owner), attribute)
-    module.delete_all_unused_submodules()
 
 
 def _own_parameters(module: GraphModule) -> None:
@@ -149,7 +167,8 @@ def _own_parameters(module: GraphModule) -> None:
         setattr(holder, attribute, copies[id(tensor)])
 
 
-def _set_parameters(module: GraphModule, parameters: Mapping[str, Tensor]) -> None:
+def _set_parameters(module: GraphModule, parameters: Mapping[str, Tensor]) -> tuple[Edit, ...]:
+    """Store what the plan refitted outside the sites."""
     for name, tensor in parameters.items():
         try:
             target = operator.attrgetter(name)(module)
@@ -163,3 +182,4 @@ def _set_parameters(module: GraphModule, parameters: Mapping[str, Tensor]) -> No
             )
         with torch.no_grad():
             target.copy_(tensor)
+    return tuple(Edit(name, name) for name in parameters)

@@ -1,25 +1,31 @@
 """The ONNX pass: each placement of a plan becomes the nodes of its torch module, where the site's nodes were."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 import torch
 
-from attnrewrite.errors import InputError
-from attnrewrite.passes.base import Edit, Precision, place, tell_of_gelus
+from attnrewrite.errors import InputError, Refusal
+from attnrewrite.passes.base import Edit, Pass, PassResult
+from attnrewrite.passes.by_plan import PlanPass, Precision, SiteEdit, place, tell_of_nothing_found
+from attnrewrite.passes.onnx.cleanup import drop_unread, values_by_name
+from attnrewrite.passes.onnx.downgrade import refuse_opset
 from attnrewrite.passes.onnx.fragment import Fragment, export_sites
-from attnrewrite.passes.onnx.relu_for_gelu import relu_for_gelu
+from attnrewrite.passes.onnx.ir_pass import IrPass
+from attnrewrite.passes.onnx.relu_for_gelu import ReluForGelu
 from attnrewrite.passes.site_module import SiteModule, written_value
+from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.patterns.onnx.branches import take_branch
 from attnrewrite.patterns.onnx.fused import write_out
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
-from attnrewrite.patterns.onnx.prepare import inlined
+from attnrewrite.patterns.onnx.prepare import inlined, opset_versions
 from attnrewrite.patterns.onnx.recognise import attribute_name
 from attnrewrite.patterns.onnx.sizes import Size
 from attnrewrite.patterns.weights import pick
-from attnrewrite.plan import Plan, check_fits
+from attnrewrite.plan import Plan
 from attnrewrite.site import AttentionSite, Scan
+from attnrewrite.variants.base import FollowUp
 
 _FLOAT_TYPES = {
     int(ir.DataType.FLOAT16): torch.float16,
@@ -28,61 +34,75 @@ _FLOAT_TYPES = {
 }
 
 
-class OnnxRewrite(ir.passes.FunctionalPass):
-    """Apply `plan` to an ONNX model; runs inside an onnx_ir PassManager. The input is not changed.
+# What carries out what a variant asks for around its site, given the name of the value that is made there.
+FOLLOW_UPS: dict[FollowUp, Callable[[str], Pass[ir.Model]]] = {"relu-for-gelu": ReluForGelu}
 
-    `input_sizes` gives what the model's inputs leave open beyond the batch. A model with functions comes back inlined.
+
+@dataclass(frozen=True)
+class ModelRewrite(PlanPass[ir.Model, OnnxGraph]):
+    """Apply `plan` to an ONNX model. The input is not changed; a model with functions comes back inlined.
+
+    `input_sizes` gives what the model's inputs leave open beyond the batch. `apply` raises InputError where the plan
+    was made for another model, a variant refuses its site, or the model's opset lacks what the variant needs.
     """
 
-    def __init__(self, plan: Plan, input_sizes: Mapping[str, Size] | None = None) -> None:
-        super().__init__()
-        self.plan = plan
-        self.input_sizes = input_sizes
+    input_sizes: Mapping[str, Size] | None = None
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """The pass's verb, as onnx_ir calls it."""
-        result, edits = self.apply(model)
-        return ir.passes.PassResult(result, bool(edits))
+    def scan(self, graph: ir.Model) -> Scanned[OnnxGraph]:
+        view = OnnxGraph(graph, self.input_sizes)
+        return Scanned(view, scan_onnx(view, self.plan.model))
 
-    def apply(self, model: ir.Model) -> tuple[ir.Model, tuple[Edit, ...]]:
-        """The rewritten model and what was edited.
+    def fitted(self, found: Scan) -> Plan:
+        """The plan with its placements at the sites of the same weights: frontends may number the sites differently."""
+        free = list(found.sites)
+        placements = []
+        for placement in self.plan.placements:
+            chosen = pick(placement.site, placement.fingerprint, free)
+            if chosen is not None:
+                free.remove(chosen)
+                placement = replace(placement, site=chosen.id)
+            placements.append(placement)
+        return replace(self.plan, placements=tuple(placements))
 
-        Raises:
-            InputError: the plan was made for another model, a variant refuses its site, or the model's opset lacks
-                what the variant needs.
-        """
-        graph = OnnxGraph(model, self.input_sizes)
-        found = scan_onnx(graph, self.plan.model)
-        plan = matched(self.plan, found)
-        check_fits(plan, found)
-        sites = {site.id: site for site in found.sites}
-        chosen = [sites[placement.site] for placement in plan.placements]
-        modules = [place(graph, sites[placement.site], placement, _precision(graph)) for placement in plan.placements]
+    def requires(self, graph: ir.Model) -> Refusal | None:
+        """That the plan fits, and that the sites can be written in the model's opset."""
+        opset = refuse_opset(opset_versions(graph).get("", 1)) if self.plan.placements else None
+        return opset or super().requires(graph)
+
+    def rewrite(self, graph: ir.Model) -> PassResult[ir.Model]:
+        known = self.known(graph)
+        plan, sites = self.fitted(known.scan), {site.id: site for site in known.scan.sites}
+        precision = _precision(known.graph)
+        modules = [place(known.graph, sites[each.site], each, precision) for each in plan.placements]
         for module in modules:
             module.deploy()
-        result = inlined(model) if model.functions else model.clone()
-        _set_parameters(result, plan)
-        edits = rewrite(result, graph, list(zip(chosen, modules, strict=True))) if modules else ()
-        _put_relu(result, plan, edits, graph.prepared.opsets)
-        return result, edits
+        result = inlined(graph) if graph.functions else graph.clone()
+        changed = _set_parameters(result, plan)
+        edits = spliced(result, known.graph, [(sites[module.site_id], module) for module in modules])
+        return PassResult(result, (*edits, *changed, *_followed_up(result, plan, edits)))
+
+    def ensures(self, before: ir.Model, result: PassResult[ir.Model]) -> Refusal | None:
+        """The same inputs and outputs by name, and every rewritten value under its own."""
+        for what in ("inputs", "outputs"):
+            was, now = ([value.name for value in getattr(model.graph, what)] for model in (before, result.graph))
+            if was != now:
+                return Refusal(f"other-{what}", f"has the {what} {now}, not {was}")
+        values = values_by_name(result.graph.graph)
+        made = (edit.replaced for edit in result.edits if isinstance(edit, SiteEdit))
+        missing = next((name for name in made if name not in values), None)
+        return None if missing is None else Refusal("site-not-made", f"does not make {missing}")
 
 
-def matched(plan: Plan, found: Scan) -> Plan:
-    """The plan with its placements at the sites of the same weights: frontends may number the sites differently."""
-    free = list(found.sites)
-    placements = []
-    for placement in plan.placements:
-        chosen = pick(placement.site, placement.fingerprint, free)
-        if chosen is not None:
-            free.remove(chosen)
-            placement = replace(placement, site=chosen.id)
-        placements.append(placement)
-    return replace(plan, placements=tuple(placements))
+class OnnxRewrite(IrPass):
+    """`ModelRewrite` inside an onnx_ir PassManager."""
+
+    def __init__(self, plan: Plan, input_sizes: Mapping[str, Size] | None = None) -> None:
+        super().__init__(ModelRewrite(plan, input_sizes=input_sizes))
 
 
-def rewrite(
+def spliced(
     model: ir.Model, graph: OnnxGraph, replacements: Sequence[tuple[AttentionSite, SiteModule]]
-) -> tuple[Edit, ...]:
+) -> tuple[SiteEdit, ...]:
     """Put each module where its site's value is made, in place; what only the site needed is gone."""
     fragments = export_sites(graph, [module for _, module in replacements])
     edits = []
@@ -90,24 +110,25 @@ def rewrite(
         written = written_value(site)
         values = _spelled_out(model, graph, (*module.values, written))
         _splice(model.graph, [values[name] for name in module.values], values[written], fragment)
-        edits.append(Edit(site.id, written, f"attention_{site.id}"))
+        edits.append(SiteEdit(written, f"attention_{site.id}", site.id))
     return tuple(edits)
 
 
-def _put_relu(model: ir.Model, plan: Plan, edits: Sequence[Edit], opsets: Mapping[str, int]) -> None:
-    """SimA's ReLU for GELU behind the sites whose variant asks for it."""
+def _followed_up(model: ir.Model, plan: Plan, edits: Sequence[SiteEdit]) -> tuple[Edit, ...]:
+    """What the variants asked for around their sites, done in place."""
+    done: list[Edit] = []
     for placement, edit in zip(plan.placements, edits, strict=True):
-        if getattr(placement.variant, "relu", False):
-            dead = relu_for_gelu(model.graph, _values(model.graph)[edit.replaced], opsets)
-            tell_of_gelus(placement.site, len(dead))
-            for node in dead:
-                _drop(model.graph, node)
+        for asked in placement.variant.follow_ups():
+            followed = FOLLOW_UPS[asked](edit.replaced).apply(model)
+            tell_of_nothing_found(placement.site, asked, followed.edits)
+            done += followed.edits
+    return tuple(done)
 
 
 def _spelled_out(model: ir.Model, graph: OnnxGraph, names: Sequence[str]) -> dict[str, ir.Value]:
     """The named values of the model; those inside a fused operator after it is written out."""
     while True:
-        values = _values(model.graph)
+        values = values_by_name(model.graph)
         missing = [name for name in names if name not in values]
         if not missing:
             return values
@@ -124,11 +145,6 @@ def _holding(name: str, values: Mapping[str, ir.Value]) -> ir.Node:
         if node is not None:
             return node
     raise AssertionError(f"no node holds {name}")
-
-
-def _values(graph: ir.Graph) -> dict[str, ir.Value]:
-    made = (value for node in graph for value in node.outputs)
-    return {str(value.name): value for value in (*graph.inputs, *graph.initializers.values(), *made)}
 
 
 def _splice(graph: ir.Graph, operands: Sequence[ir.Value], old: ir.Value, fragment: Fragment) -> None:
@@ -153,28 +169,11 @@ def _splice(graph: ir.Graph, operands: Sequence[ir.Value], old: ir.Value, fragme
     output.name = name
     ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
     graph.insert_after(producer, fragment.nodes)
-    _drop(graph, producer)
+    drop_unread(graph, producer)
 
 
 def _stored_under(graph: ir.Graph, value: ir.Value) -> str:
     return next(key for key, stored in graph.initializers.items() if stored is value)
-
-
-def _drop(graph: ir.Graph, last: ir.Node) -> None:
-    """Remove a node that nobody reads, then what only it read, and so on, with their initialisers."""
-    pending = [last]
-    while pending:
-        node = pending.pop()
-        if node.graph is not graph or any(value.uses() or value.is_graph_output() for value in node.outputs):
-            continue
-        operands = {operand for operand in node.inputs if operand is not None}
-        graph.remove(node, safe=True)
-        for operand in operands:
-            producer = operand.producer()
-            if producer is not None:
-                pending.append(producer)
-            elif operand.is_initializer() and not operand.uses() and not operand.is_graph_input():
-                del graph.initializers[str(operand.name)]
 
 
 def _precision(graph: OnnxGraph) -> Precision:
@@ -187,7 +186,7 @@ def _precision(graph: OnnxGraph) -> Precision:
     return of
 
 
-def _set_parameters(model: ir.Model, plan: Plan) -> None:
+def _set_parameters(model: ir.Model, plan: Plan) -> tuple[Edit, ...]:
     """Store what the plan refitted outside the sites."""
     imported = {attribute_name(name): name for name in model.graph.initializers}
     for name, tensor in plan.parameters.items():
@@ -200,3 +199,4 @@ def _set_parameters(model: ir.Model, plan: Plan) -> None:
         if shape != wanted:
             raise InputError(f"the plan refits {name} of shape {wanted}, the model has {shape}")
         value.const_value = ir.tensor(tensor.detach().cpu().numpy(), name=value.name)
+    return tuple(Edit(name, name) for name in plan.parameters)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import InputError
-from attnrewrite.patterns.fx.normalise import normalise, operator_name
-from attnrewrite.patterns.fx.operators import FACTORIES
+from attnrewrite.patterns.fx.normalise import normalise
+from attnrewrite.patterns.fx.operators import FACTORIES, operator_name
 from attnrewrite.patterns.graph import Operation
 
 

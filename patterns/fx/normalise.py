@@ -5,12 +5,19 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from attnrewrite.patterns.fx.operators import FACTORIES, FUSED_ATTENTION, IDENTITIES, INDEXED, KINDS, WHOLE_ATTENTION
+from attnrewrite.patterns.fx.operators import (
+    FACTORIES,
+    FUSED_ATTENTION,
+    IDENTITIES,
+    INDEXED,
+    KINDS,
+    WHOLE_ATTENTION,
+    operator_name,
+)
 from attnrewrite.patterns.graph import GraphView, Operation
 
 
@@ -158,16 +165,6 @@ _SHAPED_LIKE_ANOTHER = frozenset(("expand_as", "view_as", "reshape_as"))  # torc
 
 # operators that are read as exported
 KNOWN = frozenset((*_SPECIAL, *IDENTITIES, *INDEXED, *KINDS, *FACTORIES, "pad")) - _SHAPED_LIKE_ANOTHER
-
-
-def operator_name(node: Node) -> str:
-    """The operator's name without namespace and overload."""
-    if node.op != "call_function":
-        return node.op
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[1]
-    return getattr(target, "__name__", str(target))
 
 
 def _tensor_arguments(node: Node) -> list[Node]:

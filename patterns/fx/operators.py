@@ -1,5 +1,8 @@
 """The aten operators of torch.export graphs, sorted into the matcher's vocabulary by name (overloads share one)."""
 
+import torch
+from torch.fx import Node
+
 from attnrewrite.patterns.graph import Kind
 
 MOVES = frozenset((
@@ -65,3 +68,13 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(POOLS, "pool"),
     **dict.fromkeys(REDUCTIONS, "reduce"),
 }
+
+
+def operator_name(node: Node) -> str:
+    """The operator's name without namespace and overload; of what calls no function, what it does instead."""
+    if node.op != "call_function":
+        return node.op
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return getattr(target, "__name__", str(target))

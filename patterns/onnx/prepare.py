@@ -47,7 +47,7 @@ def prepare(model: ir.Model, given: Mapping[str, Size] | None = None) -> Prepare
         InputError: the graph is cyclic, a node does not take its operands, or an open axis is not given.
     """
     copy = inlined(model)
-    opsets = {("" if domain == "ai.onnx" else domain): version for domain, version in copy.opset_imports.items()}
+    opsets = opset_versions(copy)
     if not _is_open(copy):
         return _read(copy, opsets, HINT, given)
     try:
@@ -68,6 +68,11 @@ def prepare(model: ir.Model, given: Mapping[str, Size] | None = None) -> Prepare
         name for name, array in found.sizes.known.items() if not np.array_equal(array, elements.get(name, array))
     )
     return found
+
+
+def opset_versions(model: ir.Model) -> dict[str, int]:
+    """The version of each domain that the model's operators are of, ONNX's own under its short name ""."""
+    return {("" if domain == "ai.onnx" else domain): version for domain, version in model.opset_imports.items()}
 
 
 def inlined(model: ir.Model) -> ir.Model:

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from attnrewrite.errors import InputError
-from attnrewrite.frontends.capture import Captured, capture
+from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Files
 from attnrewrite.images.decode import read_picture
 from attnrewrite.pages.maps.windows import WindowPlaces, window_places
-from attnrewrite.passes.fx.rewrite import FxRewrite
+from attnrewrite.passes.fx.rewrite import FxRewrite, scan_graph
 from attnrewrite.passes.verify import recorded, rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
-from attnrewrite.patterns.matcher import scan
+from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.site import AttentionSite, Grid, Scan
 from attnrewrite.variants.base import Heads
@@ -84,11 +84,11 @@ def image_maps(source: Source, image: Path) -> ImageMaps:
         raise InputError(f"{captured.note}; its attention on another image cannot be told")
     taken = original.preprocessing(torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None])
     inputs = (taken, *original.example_inputs[1:])
-    graph = FxGraph(captured.module)
-    found = scan(graph, original.name)
-    laid = {site.id: _layout(graph, site) for site in found.sites}
-    before = dict(_run(captured, _softmax_plan(found), inputs))
-    after = None if plan is None else dict(_run(*_completed(captured, plan), inputs))
+    scanned, batch = scan_graph(captured.module, original.name), captured.fixed_batch or 1
+    found = scanned.scan
+    laid = {site.id: _layout(scanned.graph, site) for site in found.sites}
+    before = dict(_run(scanned, _softmax_plan(found), inputs, batch))
+    after = None if plan is None else dict(_run(*_completed(scanned, plan), inputs, batch))
     names = {} if plan is None else {placement.site: placement.variant.name for placement in plan.placements}
     return ImageMaps(
         source.name,
@@ -120,19 +120,21 @@ def _softmax_plan(found: Scan) -> Plan:
     return Plan(found.model, tuple(Placement.at(site, softmax) for site in found.sites if not softmax.refuse(site)))
 
 
-def _completed(captured: Captured, plan: Plan) -> tuple[Captured, Plan]:
+def _completed(scanned: Scanned[FxGraph], plan: Plan) -> tuple[Scanned[FxGraph], Plan]:
     """The model with what the plan refits in it, and the plan's sites with softmax at those that it leaves."""
-    refitted = replace(captured, module=FxRewrite(replace(plan, placements=()))(captured.module))
+    rewritten = FxRewrite(replace(plan, placements=()), scanned)(scanned.graph.module)
+    refitted = scan_graph(rewritten, plan.model)
     own = {placement.site: placement for placement in plan.placements}
-    kept = {each.site: each for each in _softmax_plan(scan(FxGraph(refitted.module), plan.model)).placements}
+    kept = {each.site: each for each in _softmax_plan(refitted.scan).placements}
     return refitted, replace(plan, placements=tuple((kept | own).values()), parameters={})
 
 
 @torch.no_grad()
-def _run(captured: Captured, plan: Plan, inputs: tuple[Tensor, ...]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _run(
+    scanned: Scanned[FxGraph], plan: Plan, inputs: tuple[Tensor, ...], batch: int
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """For each site of the plan, its form's maps by name, [batch, maps, tokens]; windows are in the batch."""
-    module: GraphModule = FxRewrite(plan)(captured.module)
-    batch = captured.fixed_batch or 1
+    module: GraphModule = FxRewrite(plan, scanned)(scanned.graph.module)
     first = inputs[0].expand(batch, *inputs[0].shape[1:])
     with recorded(module) as calls:
         module(first, *(tensor[:1].expand(batch, *tensor.shape[1:]) for tensor in inputs[1:]))

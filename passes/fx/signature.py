@@ -1,0 +1,45 @@
+"""What a pass over exported programs keeps: inputs, outputs, and that nothing is written in place."""
+
+from typing import TypeGuard
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+from torch.fx import Node
+
+from attnrewrite.errors import Refusal
+
+
+def is_open(size: int | torch.SymInt) -> TypeGuard[torch.SymInt]:
+    """Whether a length is left open: torch.export also writes lengths that it has settled as symbols."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def writes(node: Node) -> bool:
+    """Whether an operation writes into one of its operands."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def writes_in_place(program: ExportedProgram) -> Refusal | None:
+    """The first operation that writes into one of its operands."""
+    found = next((node for node in program.graph.nodes if writes(node)), None)
+    return None if found is None else Refusal("in-place", f"writes in place at {found.name} ({found.target})")
+
+
+def other_signature(before: ExportedProgram, after: ExportedProgram) -> Refusal | None:
+    """What a caller of `after` would have to do otherwise than one of `before`; None when nothing."""
+    one, other = before.graph_signature, after.graph_signature
+    if before.call_spec.in_spec != after.call_spec.in_spec or one.user_inputs != other.user_inputs:
+        was, now = (", ".join(map(str, each.user_inputs)) for each in (one, other))
+        return Refusal("other-inputs", f"takes {now}, not {was}, or in another structure")
+    if before.call_spec.out_spec != after.call_spec.out_spec:
+        return Refusal("other-outputs", "gives its outputs in another structure")
+    if _written(before) != _written(after):
+        return Refusal("other-effects", "writes to other buffers or inputs than before")
+    return None
+
+
+def _written(program: ExportedProgram) -> set[str | None]:
+    """The buffers and inputs that a call of the program changes."""
+    kinds = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+    return {spec.target for spec in program.graph_signature.output_specs if spec.kind in kinds}
