@@ -11,6 +11,7 @@ from attnrewrite.passes.site_module import SiteModule, build_site
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.plan import Placement
 from attnrewrite.site import AttentionSite
+from attnrewrite.variants.base import refusal_of
 
 log = logging.getLogger("attnrewrite")
 
@@ -39,7 +40,7 @@ def place(graph: GraphView, site: AttentionSite, placement: Placement, precision
     Raises:
         InputError: the variant refuses the site, or the plan's weights do not fit it.
     """
-    reason = placement.variant.refuse(site)
+    reason = refusal_of(placement.variant, site)
     if reason is not None:
         raise InputError(
             f"{placement.variant.name} cannot stand at {site.id} ({site.name}): it {reason}; "
