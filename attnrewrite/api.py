@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from attnrewrite.calibration.stages import HELD_OUT_SHARE
 from attnrewrite.conversion.convert import Conversion, convert_source, deployed
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import Evaluation, evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
@@ -32,7 +32,7 @@ from attnrewrite.progress import Progress
 from attnrewrite.selection.budget import requested
 from attnrewrite.site import Scan
 from attnrewrite.targets.base import Artifact, get_target
-from attnrewrite.variants.base import Variant
+from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, variants
 
 Model = Any  # an nn.Module, an ExportedProgram, a Source, a Conversion, or a string or path that names a model
@@ -60,10 +60,10 @@ def examine(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **h
     return graph, scan(graph, loaded.name)
 
 
-def supported(found: Scan) -> dict[str, dict[str, bool | str]]:
-    """For each site id, what each variant says of it: True, or why it cannot stand there."""
+def supported(found: Scan) -> dict[str, dict[str, Refusal | None]]:
+    """For each site id, what each variant says of it: None where it can stand there, else its refusal."""
     known: dict[str, Variant] = {name: get_variant(name) for name in variants()}
-    return {site.id: {name: v.refuse(site) or True for name, v in known.items()} for site in found.sites}
+    return {site.id: {name: refusal_of(v, site) for name, v in known.items()} for site in found.sites}
 
 
 def convert(

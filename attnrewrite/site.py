@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from attnrewrite.errors import Refusal
+
 Anchor = Literal["softmax", "sdpa", "attention-op"]
 Kind = Literal["self", "cross"]
 Axis = Literal["token", "channel"]
@@ -134,11 +136,8 @@ class OutputProjection:
 
 
 @dataclass(frozen=True)
-class Untraced:
-    """Why a projection could not be traced to parameters: a reason code and a sentence."""
-
-    reason: str
-    detail: str
+class Untraced(Refusal):
+    """Why a projection could not be traced to parameters."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class AttentionSite:
     key: Projection | Untraced
     value: Projection | Untraced
     output: OutputProjection | Untraced
-    core_reason: str | None = None
+    core_reason: Refusal | None = None
     grid: Grid | None = None
     bias_of_keys: bool = False
     causal: bool = False
@@ -207,13 +206,11 @@ class AttentionSite:
 
 
 @dataclass(frozen=True)
-class NearMiss:
-    """A softmax, SDPA or attention op that is not a rewritable site, and why."""
+class NearMiss(Refusal):
+    """Why the softmax, SDPA or attention op that makes the value `name` is no site. `anchor` says which it is."""
 
     anchor: str
     name: str
-    reason: str
-    detail: str
     nodes: tuple[str, ...] = ()
 
 

@@ -44,7 +44,7 @@ def main() -> None:
 
     print("\n1. which forms can stand at a site with a bias?")
     for variant, answer in ar.supported(scan)["site0"].items():
-        print(f"  {variant}: {'yes' if answer is True else answer}")
+        print(f"  {variant}: {'yes' if answer is None else answer}")
 
     print("\n2. what is refused everywhere is an error, before any work")
     try:

@@ -14,7 +14,7 @@ from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.plan import Placement, Plan, misfit
 from attnrewrite.site import AttentionSite, Scan
-from attnrewrite.variants.base import FollowUp
+from attnrewrite.variants.base import FollowUp, refusal_of
 
 log = logging.getLogger("attnrewrite")
 
@@ -79,7 +79,7 @@ class PlanPass(Pass[G], Generic[G, V]):
 
 
 def _no_place(placement: Placement, site: AttentionSite) -> Refusal | None:
-    reason = placement.variant.refuse(site)
+    reason = refusal_of(placement.variant, site)
     if reason is None:
         return None
     name = placement.variant.name

@@ -1,7 +1,7 @@
 """Finding attention: any frontend's graph behind one view, and the matcher that reads it.
 
-It knows what softmax(Q K^T) V means in any spelling, and returns records: sites, near misses and their reasons. It does
-not know the forms that may stand there, and changes no graph.
+It recognises softmax(Q K^T) V however a graph computes it, and returns records: sites, and near misses with their
+reasons. It does not know the forms that may stand there, and changes no graph.
 """
 
 if __name__ != "attnrewrite.patterns":

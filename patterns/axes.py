@@ -1,9 +1,10 @@
-"""Which axes are batch, heads, tokens and channels: read off the elements' origin, not off permutations."""
+"""Which axes are batch, heads, tokens and channels: by where the elements come from, not by permutations."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from attnrewrite.errors import Refusal
 from attnrewrite.patterns.graph import GraphView, Operation
 from attnrewrite.patterns.provenance import FILL, Crossed, Provenance, Tracer, layout_of
 from attnrewrite.site import Operand
@@ -26,7 +27,7 @@ def crosses_layout(graph: GraphView, operation: Operation) -> Crossed | None:
 
 
 def crosses_pooling(graph: GraphView, operation: Operation) -> Crossed | None:
-    """What `crosses_layout` does, and reductions over tokens: a pooled token stands for the first of its tokens."""
+    """What `crosses_layout` crosses, and reductions over tokens: a pooled token counts as the first of its tokens."""
     axes = operation.attributes.get("axes", ())
     if operation.kind == "reduce" and axes and len(graph.shape(operation.inputs[0])) > len(axes):  # type: ignore[arg-type]
         return Crossed(operation.inputs[0])
@@ -74,13 +75,11 @@ def _places(graph: GraphView, source: str, numbers: np.ndarray) -> tuple[np.ndar
 
 def channel_axis(operation: Operation, rank: int) -> int:
     """The axis that holds the features an operation has just made."""
-    if operation.kind in ("conv", "pool") or operation.attributes.get("style") in (
-        "batch",
-        "group_norm",
-        "native_group_norm",
-    ):
-        return min(1, rank - 1)
-    return rank - 1
+    of_images = operation.kind in ("conv", "pool") or operation.attributes.get("style") in _OVER_IMAGES
+    return min(1, rank - 1) if of_images else rank - 1
+
+
+_OVER_IMAGES = frozenset({"batch", "batch_statistics", "group_norm", "native_group_norm"})
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,8 @@ class LeadAxes:
         return int(self.lead.shape[1])
 
 
-def split_lead(graph: GraphView, layout: Tracer, query: Side, key: Side, value: Side) -> LeadAxes | str:
-    """Tell batch from heads, and tokens from channels; a reason where the origin of the elements does not tell."""
+def split_lead(graph: GraphView, layout: Tracer, query: Side, key: Side, value: Side) -> LeadAxes | Refusal:
+    """Tell batch from heads, and tokens from channels, by where the elements of the operands come from."""
     found: dict[str, Coordinates] = {}
     projected: set[str] = set()
     for role, side in (("query", query), ("key", key), ("value", value)):
@@ -153,7 +152,7 @@ def split_lead(graph: GraphView, layout: Tracer, query: Side, key: Side, value: 
         if n_heads * n_batch == len(heads) and (grid >= 0).all():
             kv = int(_ranks(_extent(found["key"].channel)).max()) + 1 if "key" in found else n_heads
             return LeadAxes(grid, min(kv, n_heads), axis)
-    return "batch and heads could not be told apart"
+    return Refusal("unfolded-heads", "batch and heads could not be told apart")
 
 
 def _extent(numbers: np.ndarray) -> list[np.ndarray]:
@@ -180,7 +179,7 @@ def _attended_axis(known: list[Coordinates]) -> str:
     return "token"
 
 
-def operand(graph: GraphView, side: Side, lead_axes: LeadAxes) -> Operand | None:
+def operand(graph: GraphView, side: Side, lead_axes: LeadAxes) -> Operand | Refusal:
     """The operand with the layout that reads it as [batch, heads, tokens, channels]; shared axes have length one."""
     position = side.numbers(graph)[lead_axes.lead]
     for axis in (0, 1):
@@ -188,4 +187,4 @@ def operand(graph: GraphView, side: Side, lead_axes: LeadAxes) -> Operand | None
         if position.shape[axis] > 1 and (position == first).all():
             position = first
     layout = layout_of(position, graph.shape(side.value), graph.batch_axes(side.value))
-    return Operand(side.value, layout) if layout else None
+    return layout if isinstance(layout, Refusal) else Operand(side.value, layout)

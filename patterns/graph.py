@@ -32,9 +32,11 @@ class Operation:
     """One value of the graph and how it is made.
 
     `inputs` are the tensor operands. `attributes` by kind: softmax `axis`; map `scalar` and `position` (a Python
-    number that stands beside the one tensor operand, and on which side); reduce `axes`; linear `transposed`; conv
+    number that stands beside the one tensor operand, and on which side), add and sub `alpha` (what the second operand
+    is multiplied with, 1 where there is none); reduce `axes`; linear `transposed`; conv
     `pointwise`, `depthwise`; move `directed_by`: the operands (not among `inputs`) whose values say what is read, if
-    the input of the graph decides them; norm `style` ("batch" or other), `epsilon`; sdpa `scale`, `causal`, `mask`.
+    the input of the graph decides them; norm `style`: "batch" for a BatchNorm by stored statistics, which
+    has the values `weight` and `bias` (or None), `mean` and `variance`, and `epsilon`; sdpa `scale`, `causal`, `mask`.
     """
 
     value: str

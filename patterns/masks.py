@@ -1,7 +1,7 @@
 """Masks on scores: those written over them (masked_fill, where), and whether one depends on the keys alone.
 
-As everywhere in matching, not the spelling is read but where the elements come from: each element gets a number, and
-two elements have the same number only where they are proven to be equal.
+The latter is proven from where the elements come from: each element gets a number, and two have the same number only
+where they are proven to be equal.
 """
 
 import math

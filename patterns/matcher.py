@@ -5,6 +5,7 @@ from typing import Generic, TypeVar, cast
 
 import numpy as np
 
+from attnrewrite.errors import Refusal
 from attnrewrite.patterns.axes import LeadAxes, Side, crosses_layout, crosses_pooling, operand, split_lead
 from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
 from attnrewrite.patterns.grid import find_grid
@@ -58,25 +59,22 @@ class _Reader:
 
     def read(self, value: str, number: int) -> AttentionSite | NearMiss:
         operation = self.graph.operation(value)
-        spell = fused_products if operation.kind == "sdpa" else softmax_products
-        found = spell(self.graph, operation)
-        if isinstance(found, NearMiss):
+        products_of = fused_products if operation.kind == "sdpa" else softmax_products
+        found: Products | AttentionSite | Refusal = products_of(self.graph, operation)
+        if isinstance(found, Products):
+            self.tracers.forget()
+            found = _site(self.graph, self.tracers, _without_neutral(self.graph, found), number)
+        if isinstance(found, AttentionSite):
             return found
-        self.tracers.forget()
-        return _site(self.graph, self.tracers, _without_neutral(self.graph, found), number)
+        anchor = "attention-op" if operation.attributes.get("opaque") else operation.kind
+        return NearMiss(found.code, found.sentence, anchor, value, (value,))
 
 
-def _site(graph: GraphView, tracers: Tracers, found: Products, number: int) -> AttentionSite | NearMiss:
+def _site(graph: GraphView, tracers: Tracers, found: Products, number: int) -> AttentionSite | Refusal:
     strict, layout = tracers.strict, tracers.layout
     lead_axes = split_lead(graph, layout, found.query, found.key, found.value)
-    if isinstance(lead_axes, str):
-        return NearMiss(
-            found.anchor.kind,
-            found.anchor.value,
-            "unfolded-heads",
-            f"{lead_axes} at {found.anchor.value}",
-            (found.anchor.value,),
-        )
+    if isinstance(lead_axes, Refusal):
+        return Refusal(lead_axes.code, f"{lead_axes} at {found.anchor.value}")
     sides = (found.query, found.key, found.value)
     query, key, value = (trace_projection(graph, tracers, side, lead_axes) for side in sides)
     own = {source for side in sides for source in layout.trace(side.value).sources}
@@ -110,7 +108,7 @@ def _site(graph: GraphView, tracers: Tracers, found: Products, number: int) -> A
         key=key,
         value=value,
         output=output,
-        core_reason=core if isinstance(core, str) else None,
+        core_reason=core if isinstance(core, Refusal) else None,
         grid=find_grid(graph, strict, traced_query, n_queries, windows) if is_token and n_queries == n_keys else None,
         bias_of_keys=bias in ("constant", "input") and isinstance(core, Core) and _of_keys(graph, core),
         causal=found.causal,
@@ -179,30 +177,37 @@ def _of_keys(graph: GraphView, core: Core) -> bool:
     return bool(core.terms) and all(is_of_keys(graph, term) for term in core.terms)
 
 
-def _core(graph: GraphView, found: Products, lead_axes: LeadAxes) -> Core | str:
-    """The site's core as graph tensors, or why it cannot be written down."""
+def _core(graph: GraphView, found: Products, lead_axes: LeadAxes) -> Core | Refusal:
+    """The site's core as graph tensors; a refusal where it is more than a core can say."""
     if found.obstacles:
         return found.obstacles[0]
     if found.talking_heads:
-        return "scores or probabilities are mixed across heads"
+        return Refusal("talking-heads", "scores or probabilities are mixed across heads")
     if found.causal:
-        return "its mask is causal"
-    query, key, value, output = (
-        operand(graph, side, lead_axes) for side in (found.query, found.key, found.value, found.output)
-    )
-    if query is None or key is None or value is None or output is None:
-        return "an operand's axes do not fold into batch, heads, tokens and channels"
-    joined = [_joined(graph, found, lead_axes, added) for added in found.scores.terms]
+        return Refusal("causal-mask", "its mask is causal")
+    operands = {}
+    for role in ("query", "key", "value", "output"):
+        read = operand(graph, getattr(found, role), lead_axes)
+        if isinstance(read, Refusal):
+            why = "an operand's axes do not fold into batch, heads, tokens and channels"
+            return Refusal(read.code, why)
+        operands[role] = read
+    terms = [_joined(graph, found, lead_axes, added) for added in found.scores.terms]
     if found.mask:
-        joined.append(_fused_mask(graph, found, lead_axes))
-    temperature = _joined(graph, found, lead_axes, found.scores.temperature) if found.scores.temperature else None
-    if any(term is None for term in joined) or (found.scores.temperature and temperature is None):
-        return "a tensor that joins the scores does not fold into batch, heads, queries and keys"
-    terms = tuple(term for term in joined if term)
-    return Core(query, key, value, output, found.scores.scale, temperature.operand if temperature else None, terms)
+        terms.append(_fused_mask(graph, found, lead_axes))
+    if found.scores.temperature:
+        terms.append(_joined(graph, found, lead_axes, found.scores.temperature))
+    joined = []
+    for term in terms:
+        if isinstance(term, Refusal):
+            why = "a tensor that joins the scores does not fold into batch, heads, queries and keys"
+            return Refusal(term.code, why)
+        joined.append(term)
+    temperature = joined.pop().operand if found.scores.temperature else None
+    return Core(**operands, scale=found.scores.scale, temperature=temperature, terms=tuple(joined))
 
 
-def _joined(graph: GraphView, found: Products, lead_axes: LeadAxes, added: Added) -> Term | None:
+def _joined(graph: GraphView, found: Products, lead_axes: LeadAxes, added: Added) -> Term | Refusal:
     """A tensor that meets the scores at `added.value`, with the layout of the scores there."""
     path = found.scores.path
     index = push(graph, found.scores.product, path[: path.index(added.value) + 1])
@@ -212,12 +217,14 @@ def _joined(graph: GraphView, found: Products, lead_axes: LeadAxes, added: Added
     numbers = Side(found.scores.product, found.keys_are_rows, shape[:-2]).numbers(graph)
     position = place[numbers[lead_axes.lead]]
     if (position < 0).any():
-        return None
+        return Refusal("lost-scores", "some scores are gone where it joins them")
     layout = layout_of(position, index.shape, graph.batch_axes(added.value))
-    return Term(Operand(added.operand, layout), added.factor, added.dropped, added.filling) if layout else None
+    if isinstance(layout, Refusal):
+        return layout
+    return Term(Operand(added.operand, layout), added.factor, added.dropped, added.filling)
 
 
-def _fused_mask(graph: GraphView, found: Products, lead_axes: LeadAxes) -> Term | None:
+def _fused_mask(graph: GraphView, found: Products, lead_axes: LeadAxes) -> Term | Refusal:
     assert found.mask is not None
     lead = graph.shape(found.anchor.value)[:-2]
     n_queries, n_keys = graph.shape(found.query.value)[-2], graph.shape(found.key.value)[-2]
@@ -225,4 +232,4 @@ def _fused_mask(graph: GraphView, found: Products, lead_axes: LeadAxes) -> Term 
     numbers = np.arange(np.prod(shape, dtype=int)).reshape(-1, n_queries, n_keys)
     axes = frozenset(axis for axis in graph.batch_axes(found.anchor.value) if axis < len(lead))
     layout = layout_of(numbers[lead_axes.lead], shape, axes)
-    return Term(Operand(found.mask, layout)) if layout else None
+    return layout if isinstance(layout, Refusal) else Term(Operand(found.mask, layout))

@@ -1,9 +1,10 @@
-"""One attention as a graph spells it: its products found and told apart, before heads and tokens are understood."""
+"""The products of one attention, query key^T and probabilities value, before heads and tokens are told apart."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from attnrewrite.errors import Refusal
 from attnrewrite.patterns.axes import Side
 from attnrewrite.patterns.graph import GraphView, Operation
 from attnrewrite.patterns.provenance import push
@@ -16,12 +17,11 @@ from attnrewrite.patterns.scores import (
     walk_back,
     walk_forward,
 )
-from attnrewrite.site import NearMiss
 
 
 @dataclass(frozen=True)
 class Products:
-    """The operands of one attention. `obstacles` say what keeps its core from being written down again.
+    """The operands of one attention. `obstacles` say what else happens on the way from scores to output.
 
     `scores` leads from the product to the softmax; for a fused operator its product is the operator itself and its
     path is empty. `keys_are_rows` says that the product is key query^T.
@@ -33,7 +33,7 @@ class Products:
     value: Side
     output: Side
     scores: ScorePath
-    obstacles: tuple[str, ...]
+    obstacles: tuple[Refusal, ...]
     talking_heads: bool
     escape: bool
     causal: bool = False
@@ -41,14 +41,14 @@ class Products:
     keys_are_rows: bool = False
 
 
-def fused_products(graph: GraphView, anchor: Operation) -> Products | NearMiss:
+def fused_products(graph: GraphView, anchor: Operation) -> Products | Refusal:
     """A fused attention operator: query, key, value [..., heads, tokens, channels]."""
     if anchor.attributes.get("opaque"):
         what = f"{anchor.name} holds projections and attention in one: export the model without torch's fast path"
-        return NearMiss("attention-op", anchor.value, "fused-layer", what, (anchor.value,))
+        return Refusal("fused-layer", what)
     shapes = [graph.shape(operand) for operand in anchor.inputs]
     if shapes[1][-2] > 1 and len(shapes[1]) - 2 in graph.batch_axes(anchor.inputs[1]):
-        return _batch_mixing(anchor)
+        return BATCH_MIXING
     lead = graph.shape(anchor.value)[:-2]
     query, key, value = (
         Side(operand, False, *_shared_lead(shape[:-2], lead))
@@ -80,8 +80,8 @@ def _shared_lead(own: tuple[int, ...], lead: tuple[int, ...]) -> tuple[tuple[int
     return own, np.ravel_multi_index(shared, own)
 
 
-def softmax_products(graph: GraphView, anchor: Operation) -> Products | NearMiss:
-    """A softmax between two products, however they are spelled."""
+def softmax_products(graph: GraphView, anchor: Operation) -> Products | Refusal:
+    """A softmax between two products: softmax(query key^T) value, or the transpose of either product."""
     axis = int(anchor.attributes["axis"])  # type: ignore[call-overload]
     scores = walk_back(graph, anchor.inputs[0])
     if isinstance(scores, NoProduct):
@@ -89,29 +89,27 @@ def softmax_products(graph: GraphView, anchor: Operation) -> Products | NearMiss
     to_softmax = (*scores.path, anchor.value)
     keys = varying_axis(graph, scores.product, to_softmax, axis)
     if axis in graph.batch_axes(anchor.value):
-        return _batch_mixing(anchor)
+        return BATCH_MIXING
     if keys in ("row", "column") and _runs_over_batch(graph, scores.product, keys):
         if graph.shape(anchor.value)[axis] == _length(graph, scores.product, keys):
-            return _batch_mixing(anchor)
-        return _miss(
-            anchor,
+            return BATCH_MIXING
+        return Refusal(
             "partial-axis",
             "the softmax runs over a part of the product's axis, which holds images or tokens beside the keys",
         )
     if keys not in ("row", "column"):
-        return _miss(
-            anchor,
+        return Refusal(
             "wrong-axis",
             "the softmax runs over an axis that is neither queries nor keys of the product before it",
         )
     after = walk_forward(graph, anchor.value)
     readers = [p for p in after.products if _contracted(graph, scores.product, (*to_softmax, *p.path), p) == keys]
     if not readers:
-        return _no_values(graph, anchor, scores, to_softmax, after, keys)
+        return _no_values(graph, scores, to_softmax, after, keys)
     reader = readers[0]
     order = _lead_order(graph, scores.product, (*to_softmax, *reader.path))
     if order is None:
-        return _miss(anchor, "mixed-heads", "the probabilities are rearranged across heads before they meet the values")
+        return Refusal("mixed-heads", "the probabilities are rearranged across heads before they meet the values")
     return _assemble(graph, anchor, scores, after, readers, order, keys)
 
 
@@ -171,35 +169,27 @@ def _runs_over_batch(graph: GraphView, product: str, keys: str) -> bool:
     return (rank - 1 if keys == "column" else rank - 2) in graph.batch_axes(product)
 
 
-def _miss(anchor: Operation, reason: str, detail: str) -> NearMiss:
-    return NearMiss(anchor.kind, anchor.value, reason, detail, (anchor.value,))
+BATCH_MIXING = Refusal("batch-mixing", "the keys' axis grows with the batch: it attends over images, not over tokens")
 
 
-def _batch_mixing(anchor: Operation) -> NearMiss:
-    return _miss(anchor, "batch-mixing", "the keys' axis grows with the batch: it attends over images, not over tokens")
-
-
-def _no_product(graph: GraphView, anchor: Operation, stop: NoProduct) -> NearMiss:
+def _no_product(graph: GraphView, anchor: Operation, stop: NoProduct) -> Refusal:
     found = stop.stopped_at
     if graph.is_constant(anchor.inputs[0]):
-        return _miss(anchor, "constant", "the softmax does not depend on the input")
+        return Refusal("constant", "the softmax does not depend on the input")
     if not graph.users(anchor.value) or all(
         graph.operation(user).name == "output" for user in graph.users(anchor.value)
     ):
-        return _miss(anchor, "output", f"the softmax makes an output of the model from {found.name}, not attention")
+        return Refusal("output", f"the softmax makes an output of the model from {found.name}, not attention")
     detail = f"the softmax's input comes from {found.name} ({found.value}), not from a product of queries and keys"
-    return _miss(anchor, "no-product", detail)
+    return Refusal("no-product", detail)
 
 
-def _no_values(
-    graph: GraphView, anchor: Operation, scores: ScorePath, path: tuple[str, ...], after: Probabilities, keys: str
-) -> NearMiss:
+def _no_values(graph: GraphView, scores: ScorePath, path: tuple[str, ...], after: Probabilities, keys: str) -> Refusal:
     for reader in after.products:
         along = _contracted(graph, scores.product, (*path, *reader.path), reader)
         if along in ("row", "column") and along != keys:
-            return _miss(
-                anchor,
+            return Refusal(
                 "normalised-over-queries",
                 "the softmax runs over one axis of the scores and the product with the values over the other",
             )
-    return _miss(anchor, "no-values", "no product with values reads the probabilities")
+    return Refusal("no-values", "no product with values reads the probabilities")

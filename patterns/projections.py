@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from attnrewrite.errors import Refusal
 from attnrewrite.patterns.axes import LeadAxes, Side, coordinates
 from attnrewrite.patterns.graph import GraphView, Operation, parameters_of
 from attnrewrite.patterns.provenance import FILL, Provenance, Tracer, constant_factor, layout_of, push
@@ -67,7 +68,7 @@ def _from_map(
         before = strict.trace(operation.inputs[0])
         if before.source is None:
             return Untraced("several-sources", "its BatchNorm reads several tensors, or padding")
-        normalization = _batch_norm(operation)
+        normalization = Normalization(**{part: operation.attributes[part] for part in _BATCH_NORM})  # type: ignore[arg-type]
         index = np.where(index == FILL, FILL, before.index.reshape(-1)[index])
         source, operation = before.source, graph.operation(before.source)
     if operation.kind == "constant":
@@ -102,9 +103,7 @@ def _from_map(
     )
 
 
-def _batch_norm(operation: Operation) -> Normalization:
-    _, weight, bias, mean, variance = operation.inputs[:5]
-    return Normalization(weight, bias, mean, variance, float(operation.attributes["epsilon"]))  # type: ignore[arg-type]
+_BATCH_NORM = ("weight", "bias", "mean", "variance", "epsilon")
 
 
 def _input_operand(graph: GraphView, operation: Operation, place: np.ndarray) -> Operand | None:
@@ -121,7 +120,7 @@ def _positions_as_operand(graph: GraphView, operation: Operation, value: str, pl
         channels, base, step = shape[-1], place * shape[-1], 1
     position = base[:, None, :, None] + (np.arange(channels) * step)[None, None, None, :]
     layout = layout_of(position, shape, graph.batch_axes(value))
-    return Operand(value, layout) if layout else None
+    return None if isinstance(layout, Refusal) else Operand(value, layout)
 
 
 Own = Callable[[str], bool]  # whether a value is made of the site's own queries, keys or values

@@ -1,7 +1,7 @@
 """Where each element of a tensor comes from: index tensors pushed through data movement.
 
-No permutation is matched literally. The elements of a source are numbered, the numbers are carried through the same
-reshapes, transposes and slices as the data, and the result says what happened.
+No permutation is matched literally. The elements of a source are numbered, and the numbers go through the same
+reshapes, transposes and slices as the data: the result says which element of the source each element of a tensor is.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnrewrite.errors import Refusal
 from attnrewrite.patterns.graph import GraphView, Operation
 from attnrewrite.site import Layout
 
@@ -197,11 +198,10 @@ def _carried(graph: GraphView, known: dict[str, np.ndarray], value: str) -> np.n
     return np.full(graph.shape(value), FILL, np.int64)
 
 
-def layout_of(position: np.ndarray, shape: tuple[int, ...], batch_axes: frozenset[int]) -> Layout | None:
-    """The layout under which a tensor of `shape` reads as `position`.
+def layout_of(position: np.ndarray, shape: tuple[int, ...], batch_axes: frozenset[int]) -> Layout | Refusal:
+    """The layout under which a tensor of `shape` reads as `position`; a refusal where no reshape and permutation do.
 
-    `position` [batch, heads, tokens, channels] holds, for every element, its row-major number in the tensor. Returns
-    None when no reshape and permutation give it.
+    `position` [batch, heads, tokens, channels] holds, for every element, its row-major number in the tensor.
     """
     factors: list[tuple[int, int, int]] = []  # (stride, size, group), one per split axis
     groups: list[list[tuple[int, int]]] = []
@@ -210,25 +210,27 @@ def layout_of(position: np.ndarray, shape: tuple[int, ...], batch_axes: frozense
         line = np.moveaxis(position, group, 0).reshape(position.shape[group], -1)[:, 0] - origin
         radix = mixed_radix(line)
         if radix is None:
-            return None
+            return Refusal("not-strided", "its elements do not lie at regular distances")
         groups.append(radix)
         factors += [(stride, size, group) for size, stride in radix]
     factors.sort(reverse=True)
     split = tuple(size for _, size, _ in factors)
     strides = [int(np.prod(split[i + 1 :], dtype=int)) for i in range(len(split))]
     if [stride for stride, _, _ in factors] != strides or np.prod(split, dtype=int) != np.prod(shape, dtype=int):
-        return None
+        return Refusal("not-whole", "its elements are not all those of the tensor, each once")
     axes = {(stride, group): axis for axis, (stride, _, group) in enumerate(factors)}
     order = [tuple(axes[stride, group] for _, stride in radix) for group, radix in enumerate(groups)]
     rebuilt = np.arange(position.size).reshape(split).transpose([a for g in order for a in g]).reshape(position.shape)
     if not np.array_equal(rebuilt, position):
-        return None
+        return Refusal("not-a-view", "no reshape and permutation arrange its elements so")
     marked = _mark_batch(split, shape, batch_axes, order[0])
-    return Layout(*marked, *order) if marked else None
+    if marked is None:
+        return Refusal("batch-inside", "the axis that follows the batch is no batch axis of the attention")
+    return Layout(*marked, *order)
 
 
 def mixed_radix(line: np.ndarray) -> list[tuple[int, int]] | None:
-    """(size, stride) digits, slowest first, that generate `line` = sum of digit * stride; None when nothing does."""
+    """(size, stride) of the digits, slowest first, with line[i] = sum of digit(i) * stride; None if there are none."""
     digits: list[tuple[int, int]] = []
     while len(line) > 1:
         stride = int(line[1])

@@ -1,4 +1,4 @@
-"""How values of a graph relate: who is made from whom, and what lies between a projection and its product."""
+"""How values of a graph relate: which are computed from which, and what lies between a projection and its product."""
 
 import itertools
 
@@ -81,7 +81,8 @@ def _nearby(graph: GraphView, value: str, steps: int = 6) -> list[str]:
 
 
 def uses_rotation(graph: GraphView, layout: Tracer, value: str) -> bool:
-    """Whether an operand is the sum of two products of itself, as rotary embeddings are spelled."""
+    """Whether an operand is the sum of two products of itself, as rotary embeddings are: x cos + rotate(x) sin
+    (Su et al. 2021, RoFormer, equation 34)."""
     for crossed in layout.trace(value).crossed:
         operation = graph.operation(crossed)
         live = [operand for operand in operation.inputs if not graph.is_constant(operand)]

@@ -1,4 +1,4 @@
-"""The two halves of a softmax: back to the product that makes the scores, forward to the product with the values."""
+"""From a softmax back to the product query key^T that makes its scores, and forward to the product with the values."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,6 +6,7 @@ from typing import cast
 
 import numpy as np
 
+from attnrewrite.errors import Refusal
 from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
 from attnrewrite.patterns.masks import masking
 from attnrewrite.patterns.provenance import constant_factor, push
@@ -40,11 +41,14 @@ class ScorePath:
     temperature: Added | None = None
     terms: tuple[Added, ...] = ()
     talking_heads: bool = False
-    obstacles: tuple[str, ...] = ()
+    obstacles: tuple[Refusal, ...] = ()
 
     def scaled(self, factor: float) -> "ScorePath":
         terms = tuple(replace(term, factor=term.factor * factor) for term in self.terms)
         return replace(self, scale=self.scale * factor, terms=terms)
+
+    def refused(self, obstacle: Refusal) -> "ScorePath":
+        return replace(self, obstacles=(*self.obstacles, obstacle))
 
 
 @dataclass(frozen=True)
@@ -138,10 +142,13 @@ def _through_movement(graph: GraphView, operation: Operation, walk: _Walk) -> Sc
     others = [other for other in operation.inputs if other != operand]
     live = [other for other in others if not graph.is_constant(other)]
     joined = operation.name in ("cat", "concat", "stack") and others
-    obstacles = (f"scores are joined with others by {operation.name}",) if live or joined else ()
+    inner = replace(inner, path=(*inner.path, operation.value))
+    if live or joined:
+        inner = inner.refused(Refusal("joined-scores", f"scores are joined with others by {operation.name}"))
     if operation.attributes.get("directed_by"):
-        obstacles = (*obstacles, f"scores are picked by {operation.name} at positions that depend on the data")
-    return replace(inner, path=(*inner.path, operation.value), obstacles=(*inner.obstacles, *obstacles))
+        why = f"scores are picked by {operation.name} at positions that depend on the data"
+        inner = inner.refused(Refusal("picked-scores", why))
+    return inner
 
 
 def _through_map(graph: GraphView, operation: Operation, walk: _Walk) -> ScorePath | NoProduct:
@@ -166,14 +173,17 @@ def _through_map(graph: GraphView, operation: Operation, walk: _Walk) -> ScorePa
     if operation.name in ("add", "sub") and len(others) == 1 and "scalar" not in operation.attributes:
         if operation.name == "sub" and _is_maximum_of(graph, others[0], operand):
             return inner  # softmax does not change when its input's maximum is taken away
-        sign = -1.0 if operation.name == "sub" and operation.inputs[0] == operand else 1.0
-        inner = inner.scaled(-1.0) if operation.name == "sub" and operation.inputs[0] != operand else inner
-        return replace(inner, terms=(*inner.terms, Added(operation.value, others[0], sign)))
+        alpha = float(operation.attributes.get("alpha", 1.0))  # type: ignore[arg-type]
+        right = -alpha if operation.name == "sub" else alpha  # left + right * second operand
+        if operation.inputs[0] == operand:
+            return replace(inner, terms=(*inner.terms, Added(operation.value, others[0], right)))
+        inner = inner.scaled(right)
+        return replace(inner, terms=(*inner.terms, Added(operation.value, others[0], 1.0)))
     if operation.name == "mul" and len(others) == 1 and not inner.terms and inner.temperature is None:
         return replace(inner, temperature=Added(operation.value, others[0], 1.0))
     if operation.name in ("add", "sub") and "scalar" in operation.attributes:
         return inner if operation.name == "add" or operation.attributes["position"] == 1 else inner.scaled(-1.0)
-    return replace(inner, obstacles=(*inner.obstacles, f"scores pass through {operation.name}"))
+    return inner.refused(Refusal("changed-scores", f"scores pass through {operation.name}"))
 
 
 def _is_maximum_of(graph: GraphView, value: str, scores: str) -> bool:
@@ -192,7 +202,7 @@ class ValuePath:
     values: str
     path: tuple[str, ...]
     talking_heads: bool
-    obstacles: tuple[str, ...]
+    obstacles: tuple[Refusal, ...]
 
 
 @dataclass(frozen=True)
@@ -208,7 +218,7 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
     size = int(np.prod(graph.shape(softmax), dtype=int))
     products: list[ValuePath] = []
     escape = False
-    pending: list[tuple[str, tuple[str, ...], bool, tuple[str, ...]]] = [(softmax, (), False, ())]
+    pending: list[tuple[str, tuple[str, ...], bool, tuple[Refusal, ...]]] = [(softmax, (), False, ())]
     seen = {softmax}
     while pending:
         value, path, talking, obstacles = pending.pop()
@@ -230,19 +240,22 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
             elif operation.kind == "move" and operation.inputs == (value,):
                 seen.add(user)
                 picked = f"probabilities are picked by {operation.name} at positions that depend on the data"
-                why = (picked,) if operation.attributes.get("directed_by") else ()
+                directed = operation.attributes.get("directed_by")
+                why = (Refusal("picked-probabilities", picked),) if directed else ()
                 pending.append((user, step, talking, (*obstacles, *why)))
             elif operation.kind == "map" and int(np.prod(graph.shape(user), dtype=int)) == size:
                 seen.add(user)
                 harmless = constant_factor(graph, operation)
                 plain = (harmless is not None and harmless.factor == 1.0) or _clears_masked(graph, operation, softmax)
-                why = () if plain else (f"probabilities pass through {operation.name}",)
+                passed = f"probabilities pass through {operation.name}"
+                why = () if plain else (Refusal("changed-probabilities", passed),)
                 pending.append((user, step, talking, (*obstacles, *why)))
             elif mixes_channels(graph, operation) or (
                 operation.kind == "norm" and graph.shape(user) == graph.shape(value)
             ):
                 seen.add(user)
-                why = () if operation.kind != "norm" else ("probabilities pass through a normalisation",)
+                normalised = Refusal("normalised-probabilities", "probabilities pass through a normalisation")
+                why = () if operation.kind != "norm" else (normalised,)
                 pending.append((user, step, True, (*obstacles, *why)))
             else:
                 escape = True
@@ -250,7 +263,7 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
 
 
 def _clears_masked(graph: GraphView, operation: Operation, softmax: str) -> bool:
-    """Whether a map writes zeros over rows in which nothing may be attended to, as torch spells its safe softmax."""
+    """Whether a map writes zeros over rows in which nothing may be attended to, as torch's safe softmax does."""
     if operation.name != "where" or len(operation.inputs) < 3 or graph.is_constant(operation.inputs[0]):
         return False
     condition, filling, kept = operation.inputs[:3]

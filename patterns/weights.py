@@ -1,4 +1,4 @@
-"""The numbers behind a traced projection, in (head, channel) order, and the fingerprint that names them."""
+"""The weights of a traced projection, in (head, channel) order, and the fingerprint that identifies them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ def output_weights(graph: GraphView, projection: OutputProjection) -> tuple[np.n
 
 
 def fingerprint(graph: GraphView, projections: tuple[Projection | OutputProjection | Untraced, ...]) -> str | None:
-    """What names the traced weights in canonical order, the same in every frontend; None when none is traced.
+    """What identifies the traced weights in canonical order, the same in every frontend; None when none is traced.
 
     For each role its shape, its norm, and random combinations of its elements over the norm. Numbers, not a hash: an
     exporter that folds a BatchNorm rounds otherwise than we do. Compare with `same_weights`.

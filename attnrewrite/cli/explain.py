@@ -10,7 +10,7 @@ import typer
 from attnrewrite.cli.app import command
 from attnrewrite.cli.options import ModelOptions, RunOptions
 from attnrewrite.cli.output import Outcome, table
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.files import check_free_file, write_file
 from attnrewrite.pages.render import check_pages
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from attnrewrite.site import AttentionSite, Scan
 
-Supported = Mapping[str, Mapping[str, bool | str]]  # for each site id, for each variant: True, or why it cannot
+Supported = Mapping[str, Mapping[str, Refusal | None]]  # for each site id, what each variant says of it
 _INDENT = 6  # of what a terminal wraps
 
 
@@ -106,9 +106,14 @@ def scan_data(scan: "Scan", supported: Supported) -> dict[str, Any]:
     return {
         "model": scan.model,
         "frontend": scan.frontend,
-        "sites": [{key: getattr(site, key) for key in told} | {"supported": dict(supported[site.id])} for site in scan],
-        "near_misses": [{"anchor": m.anchor, "reason": m.reason, "detail": m.detail} for m in scan.near_misses],
+        "sites": [{key: getattr(site, key) for key in told} | {"supported": said(supported[site.id])} for site in scan],
+        "near_misses": [{"anchor": m.anchor, "reason": m.code, "detail": m.sentence} for m in scan.near_misses],
     }
+
+
+def said(answers: Mapping[str, Refusal | None]) -> dict[str, bool | str]:
+    """What each variant says of a site: True, or the sentence of its refusal."""
+    return {name: refusal is None or refusal.sentence for name, refusal in answers.items()}
 
 
 def scan_table(scan: "Scan", supported: Supported) -> "RenderableType":
@@ -142,7 +147,7 @@ def _row(site: "AttentionSite", answer: int, windowed: bool) -> list[str]:
     return [site.id, site.name, kind, heads, tokens, *windows, site.bias, f"({answer})"]
 
 
-def _answers(answers: list[tuple[tuple[str, bool | str], ...]]) -> Iterator["RenderableType"]:
+def _answers(answers: list[tuple[tuple[str, Refusal | None], ...]]) -> Iterator["RenderableType"]:
     """Each answer's number, the variants that can stand there, and the others under their reason."""
     from rich.text import Text
 
@@ -150,7 +155,7 @@ def _answers(answers: list[tuple[tuple[str, bool | str], ...]]) -> Iterator["Ren
 
     yield Text("variants", style="bold")
     for number, answer in enumerate(answers, start=1):
-        able = ", ".join(name for name, said in answer if said is True) or "none"
+        able = ", ".join(name for name, refusal in answer if refusal is None) or "none"
         yield Hanging(Text.assemble(f"({number}) ", ("can stand there: ", "green"), able))
         for reason, names in by_reason(dict(answer)).items():
             yield Hanging(Text.assemble("    ", ("cannot: ", "yellow"), f"{', '.join(names)} ({reason})"))
@@ -160,7 +165,7 @@ def _misses(scan: "Scan") -> Iterator["RenderableType"]:
     from rich.text import Text
 
     for miss in scan.near_misses:
-        yield Hanging(Text.assemble((miss.name, "yellow"), f" ({miss.anchor}, {miss.reason}): {miss.detail}"))
+        yield Hanging(Text.assemble((miss.name, "yellow"), f" ({miss.anchor}, {miss.code}): {miss.sentence}"))
 
 
 @dataclass(frozen=True)

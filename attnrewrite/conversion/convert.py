@@ -17,7 +17,7 @@ from attnrewrite.calibration.processes import first_process
 from attnrewrite.calibration.resume import State
 from attnrewrite.calibration.stages import calibrate
 from attnrewrite.conversion.sites import fates_of, kept_sites, require_some, site_report
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.files import staged
 from attnrewrite.frontends.capture import Captured, capture, export
 from attnrewrite.frontends.sources import Origin, Source
@@ -154,7 +154,7 @@ def convert_source(
     if isinstance(variant, Auto):
         selection = _selected(variant, source, captured, scanned, teacher, possible, images, seed, state, progress)
         standing = selection.standing
-        fates |= selection.reasons
+        fates |= {site: Refusal("not-selected", why) for site, why in selection.reasons.items()}
         teacher = _rewritten(scanned, dict.fromkeys(standing, get_variant("softmax")))
     else:
         standing = dict.fromkeys([site.id for site in possible], variant)
@@ -176,7 +176,7 @@ def convert_source(
             for s in found.sites
         ],
         "near_misses": [
-            {"anchor": m.anchor, "name": m.name, "reason": m.reason, "detail": m.detail} for m in found.near_misses
+            {"anchor": m.anchor, "name": m.name, "reason": m.code, "detail": m.sentence} for m in found.near_misses
         ],
         "calibration": {"images": 0 if images is None else len(images), "stages": stages},
     } | ({"selection": selection.report} if selection else {})

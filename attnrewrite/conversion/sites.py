@@ -4,26 +4,27 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnrewrite.errors import NothingMatchedError, unknown_name
+from attnrewrite.errors import NothingMatchedError, Refusal, unknown_name
 from attnrewrite.selection.budget import Auto
 from attnrewrite.site import AttentionSite, Scan
-from attnrewrite.variants.base import Variant
+from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, option_values
 
 
-def fates_of(found: Scan, variant: Variant | Auto, kept: frozenset[str]) -> dict[str, str | None]:
+def fates_of(found: Scan, variant: Variant | Auto, kept: frozenset[str]) -> dict[str, Refusal | None]:
     """For each site, why it stays as it is, or None when it is converted (with auto: may be)."""
-    return {site.id: "kept on request" if site.id in kept else refusal(variant, site) for site in found.sites}
+    on_request = Refusal("kept", "kept on request")
+    return {site.id: on_request if site.id in kept else refusal(variant, site) for site in found.sites}
 
 
-def refusal(variant: Variant | Auto, site: AttentionSite) -> str | None:
+def refusal(variant: Variant | Auto, site: AttentionSite) -> Refusal | None:
     """Why `variant`, or each of the candidates of `auto`, cannot stand at `site`; None when it can."""
     if not isinstance(variant, Auto):
-        return variant.refuse(site)
+        return refusal_of(variant, site)
     if reason := get_variant("softmax").refuse(site):
         return reason
-    reasons = [candidate.refuse(site) for candidate in variant.candidates]
-    return None if None in reasons else f"no candidate can stand there ({reasons[0]})"
+    reasons = [refusal_of(candidate, site) for candidate in variant.candidates]
+    return None if None in reasons else Refusal("no-candidate", f"no candidate can stand there ({reasons[0]})")
 
 
 def kept_sites(found: Scan, keep: Sequence[str]) -> frozenset[str]:
@@ -43,14 +44,12 @@ def kept_sites(found: Scan, keep: Sequence[str]) -> frozenset[str]:
 
 
 def require_some(
-    found: Scan, chosen: list[AttentionSite], variant: Variant | Auto, fates: Mapping[str, str | None]
+    found: Scan, chosen: list[AttentionSite], variant: Variant | Auto, fates: Mapping[str, Refusal | None]
 ) -> None:
     if chosen:
         return
     if not found.sites:
-        misses = (
-            "; ".join(f"{m.name}: {m.detail}" for m in found.near_misses[:5]) or "no softmax and no attention operator"
-        )
+        misses = "; ".join(f"{m.name}: {m}" for m in found.near_misses[:5]) or "no softmax and no attention operator"
         raise NothingMatchedError(f"{found.model} has no attention to rewrite ({misses}); see attnrewrite explain")
     raise NothingMatchedError(
         f"{variant.name} can stand at none of the {len(found)} sites of {found.model} ({_by_reason(fates)}): "
@@ -58,7 +57,7 @@ def require_some(
     )
 
 
-def _by_reason(fates: Mapping[str, str | None]) -> str:
+def _by_reason(fates: Mapping[str, Refusal | None]) -> str:
     """'site0, site2, ...: why; site1: why', each reason told once."""
     sites_by_reason: dict[str, list[str]] = {}
     for site, reason in fates.items():
@@ -70,7 +69,7 @@ def _by_reason(fates: Mapping[str, str | None]) -> str:
 
 
 def site_report(
-    site: AttentionSite, fate: str | None, variant: Variant | None, identity: float | None, arithmetic: float | None
+    site: AttentionSite, fate: Refusal | None, variant: Variant | None, identity: float | None, arithmetic: float | None
 ) -> dict[str, Any]:
     softmax = get_variant("softmax")
     stands = variant or softmax

@@ -22,7 +22,7 @@ from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.pool import Pool, first_tensor
 from attnrewrite.progress import Progress
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Variant
+from attnrewrite.variants.base import Variant, refusal_of
 
 FITTED = 2  # the site, and what follows it
 
@@ -85,8 +85,8 @@ def _trial(
     outputs: Callable[[], Tensor],
     wanted: Tensor,
 ) -> Trial:
-    if reason := variant.refuse(site):
-        return Trial(site.id, number, None, reason)
+    if reason := refusal_of(variant, site):
+        return Trial(site.id, number, None, reason.sentence)
     undo = [point.undo() for point in near]
     try:
         given = [outputs() for _ in _fitting(site, variant, near, teacher, student, weights)]

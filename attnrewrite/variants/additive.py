@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from attnrewrite.errors import Refusal
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, refuse_unpaired
 from attnrewrite.variants.linear import LinearVariant
@@ -119,16 +120,17 @@ class AdditiveForm(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class Additive(LinearVariant):
-    no_key_bias = "norms weights of all tokens, of which a mask on the keys leaves none out"
+    no_key_bias = Refusal("weights-normed", "norms weights of all tokens, of which a mask on the keys leaves none out")
     name = "additive"
     summary = "SwiftFormer's efficient additive attention: one global query, no softmax, no key-value product"
     source = "Shaker et al. 2023, SwiftFormer, equations 4-6, with the code's normalisations"
 
-    def refuse_form(self, site: AttentionSite) -> str | None:
+    def refuse_form(self, site: AttentionSite) -> Refusal | None:
         if reason := refuse_unpaired(site):
             return reason
         if site.head_dim != site.value_dim:
-            return f"multiplies query and value channel by channel, and they have {site.head_dim} and {site.value_dim}"
+            why = f"multiplies query and value channel by channel, and they have {site.head_dim} and {site.value_dim}"
+            return Refusal("unequal-channels", why)
         return None
 
     def form(self, site: AttentionSite) -> Form:

@@ -6,6 +6,7 @@ The form itself, a torch module on the heads' queries, keys and values, follows 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from attnrewrite.errors import Refusal
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.parts.form import Form, Heads, received, summed_with
 
@@ -14,10 +15,13 @@ __all__ = [
     "Form",
     "Heads",
     "Variant",
+    "as_refusal",
     "received",
+    "refusal_of",
     "refuse_unequal",
     "refuse_unless_plain",
     "refuse_unpaired",
+    "refuse_without_core",
     "summed_with",
 ]
 
@@ -35,8 +39,8 @@ class Variant:
     summary: ClassVar[str]
     source: ClassVar[str]
 
-    def refuse(self, site: AttentionSite) -> str | None:
-        """Why this variant cannot stand at `site`, or None when it can."""
+    def refuse(self, site: AttentionSite) -> Refusal | None:
+        """Why this variant cannot stand at `site`, or None when it can. To ask any variant, see `refusal_of`."""
         raise NotImplementedError
 
     def build(self, site: AttentionSite) -> Form:
@@ -56,34 +60,54 @@ class Variant:
         raise NotImplementedError
 
 
-def refuse_unpaired(site: AttentionSite) -> str | None:
+def refusal_of(variant: Variant, site: AttentionSite) -> Refusal | None:
+    """What `variant` answers at `site`; variants of other packages may answer with a sentence alone."""
+    return as_refusal(variant.refuse(site))
+
+
+def as_refusal(answer: Refusal | str | None) -> Refusal | None:
+    """An answer whose refusal may be a sentence alone, which has the code "refused"."""
+    return Refusal("refused", answer) if isinstance(answer, str) else answer
+
+
+def refuse_unpaired(site: AttentionSite) -> Refusal | None:
     """The refusal of forms that meet query and key (or value) token by token, as the published self-attention does."""
     if site.n_queries != site.n_keys:
-        return "pairs each query with the key of the same token, and there are not as many of both"
+        why = "pairs each query with the key of the same token, and there are not as many of both"
+        return Refusal("unpaired-counts", why)
     if site.kind == "cross":
-        return "pairs each query with the key of the same token, and they are of different tokens"
+        why = "pairs each query with the key of the same token, and they are of different tokens"
+        return Refusal("unpaired-tokens", why)
     return None
 
 
-def refuse_unequal(site: AttentionSite) -> str | None:
+def refuse_unequal(site: AttentionSite) -> Refusal | None:
     """The refusal of forms that meet query, key and value channel by channel."""
     if site.head_dim != site.value_dim:
-        return f"meets key and value channel by channel, and they have {site.head_dim} and {site.value_dim}"
+        why = f"meets key and value channel by channel, and they have {site.head_dim} and {site.value_dim}"
+        return Refusal("unequal-channels", why)
     return None
 
 
-def refuse_unless_plain(site: AttentionSite) -> str | None:
+def refuse_without_core(site: AttentionSite) -> Refusal | None:
+    """The refusals that every form shares, softmax included: what cannot be taken out of the graph."""
+    if site.talking_heads:
+        return Refusal("talking-heads", "mixes the heads' scores or probabilities")
+    if site.probs_escape:
+        return Refusal("probabilities-escape", "its probabilities are used elsewhere in the model")
+    if site.core is None:
+        return Refusal("no-core", "its query, key and value could not be told apart in the graph")
+    return None
+
+
+def refuse_unless_plain(site: AttentionSite) -> Refusal | None:
     """The refusals that every linear form shares: what it has no place for."""
     if site.axis != "token":
-        return "attends over channels, not over tokens"
-    if site.talking_heads:
-        return "mixes the heads' scores or probabilities"
-    if site.probs_escape:
-        return "its probabilities are used elsewhere in the model"
+        return Refusal("over-channels", "attends over channels, not over tokens")
+    if site.talking_heads or site.probs_escape:
+        return refuse_without_core(site)
     if site.causal:
-        return "has a causal mask"
+        return Refusal("causal-mask", "has a causal mask")
     if site.bias == "depends-on-query":
-        return "adds a bias that depends on the query"
-    if site.core is None:
-        return "its query, key and value could not be told apart in the graph"
-    return None
+        return Refusal("bias-depends-on-query", "adds a bias that depends on the query")
+    return refuse_without_core(site)

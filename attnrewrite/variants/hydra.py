@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from attnrewrite.errors import Refusal
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, refuse_unequal
 from attnrewrite.variants.linear import LinearVariant
@@ -27,7 +28,7 @@ class Hydra(LinearVariant):
     source = "Bolya et al. 2022, Hydra Attention, equation 8"
     no_key_bias = None
 
-    def refuse_form(self, site: AttentionSite) -> str | None:
+    def refuse_form(self, site: AttentionSite) -> Refusal | None:
         return refuse_unequal(site)
 
     def form(self, site: AttentionSite) -> Form:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from attnrewrite.errors import Refusal
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Variant, refuse_unless_plain
+from attnrewrite.variants.base import Form, Variant, as_refusal, refuse_unless_plain
 from attnrewrite.variants.parts.exact_prefix import ExactPrefix
 from attnrewrite.variants.parts.local_branch import LocalBranch
 from attnrewrite.variants.parts.tensors import image_grid, prefix_queries, score_scale
@@ -26,7 +27,8 @@ class LinearVariant(Variant):
     approximate: bool = False
 
     approximation: ClassVar[str] = "leaves it out"
-    no_key_bias: ClassVar[str | None] = "has no weights for its keys"  # None where the form weighs keys (key_weights)
+    # The form's refusal of a mask on the keys; None where it weighs keys (parts.key_masks.key_weights)
+    no_key_bias: ClassVar[Refusal | None] = Refusal("keys-not-weighed", "has no weights for its keys")
 
     def form(self, site: AttentionSite) -> Form:
         raise NotImplementedError
@@ -35,24 +37,27 @@ class LinearVariant(Variant):
         """Multiply-adds of the bare form at one window."""
         raise NotImplementedError
 
-    def refuse_form(self, site: AttentionSite) -> str | None:
+    def refuse_form(self, site: AttentionSite) -> Refusal | None:
+        """What the form itself refuses, where every linear form could stand."""
         return None
 
-    def refuse(self, site: AttentionSite) -> str | None:
+    def refuse(self, site: AttentionSite) -> Refusal | None:
         left_out = self.approximate and site.bias in DROPPABLE
         plain = replace(site, bias="none") if left_out or self._weighs_keys(site) else site
         if reason := refuse_unless_plain(plain):
             return reason
-        if site.bias_of_keys and plain.bias == "input":
-            return f"masks keys, and the form {self.no_key_bias}"
+        unweighed = as_refusal(self.no_key_bias)
+        if unweighed and site.bias_of_keys and plain.bias == "input":
+            return Refusal(unweighed.code, f"masks keys, and the form {unweighed}")
         if plain.bias == "input":
-            return "its scores carry a mask or bias that is an input of the model"
+            return Refusal("bias-is-input", "its scores carry a mask or bias that is an input of the model")
         if plain.bias == "constant":
-            return f"adds a constant bias to its scores; approximate=true {self.approximation}"
+            why = f"adds a constant bias to its scores; approximate=true {self.approximation}"
+            return Refusal("constant-bias", why)
         if self.local and image_grid(site) is None:
-            return "local=true needs tokens that are known to be an image grid"
+            return Refusal("local-without-grid", "local=true needs tokens that are known to be an image grid")
         if self.local and self._weighs_keys(site):
-            return "masks keys, and local=true would read them all"
+            return Refusal("local-with-key-mask", "masks keys, and local=true would read them all")
         return self.refuse_form(site)
 
     def note(self, site: AttentionSite) -> str | None:

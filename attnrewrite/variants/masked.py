@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.site import AttentionSite, Grid
 from attnrewrite.variants.base import Form, Heads, summed_with
 from attnrewrite.variants.linear import LinearVariant
@@ -215,7 +215,7 @@ class Masked(LinearVariant):
     tolerance: float = 0.1
 
     approximation = "keeps it between neighbours only"
-    no_key_bias = "weighs every key beyond the neighbours as a score of nought"
+    no_key_bias = Refusal("far-keys-weighed", "weighs every key beyond the neighbours as a score of nought")
     name = "masked"
     summary = "MaiT: softmax over the scores of 3x3 or 5x5 neighbours, zeros beyond"
     source = "Li et al. 2022, MaiT, equations 2-3 and section 4.3"
@@ -228,16 +228,16 @@ class Masked(LinearVariant):
         if not 0 <= self.tolerance <= 1:
             raise InputError(f"masked: tolerance={self.tolerance} must lie between 0 and 1")
 
-    def refuse_form(self, site: AttentionSite) -> str | None:
+    def refuse_form(self, site: AttentionSite) -> Refusal | None:
         grid = image_grid(site)
         if grid is None:
-            return "needs tokens that are known to be an image grid"
+            return Refusal("no-grid", "needs tokens that are known to be an image grid")
         if self.size > max(SMALLEST, 2 * max(grid.rows, grid.columns) - 1):
-            return f"size={self.size} reaches beyond its grid of {grid.rows}x{grid.columns}"
+            return Refusal("beyond-grid", f"size={self.size} reaches beyond its grid of {grid.rows}x{grid.columns}")
         if isinstance(self.heads, int) and not 0 < self.heads <= site.heads:
-            return f"heads={self.heads} does not fit its {site.heads} heads"
+            return Refusal("too-many-heads", f"heads={self.heads} does not fit its {site.heads} heads")
         if isinstance(self.heads, tuple) and not set(self.heads) <= set(range(site.heads)):
-            return f"heads={list(self.heads)} names heads beyond its {site.heads}"
+            return Refusal("unknown-heads", f"heads={list(self.heads)} names heads beyond its {site.heads}")
         return None
 
     def note(self, site: AttentionSite) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, refuse_unpaired
 from attnrewrite.variants.linear import LinearVariant
@@ -54,7 +54,7 @@ def head_flows(query: Tensor, key: Tensor, epsilon: float) -> Flows:
 def features(x: Tensor, reading: Reading) -> Tensor:
     """Phi: the sigmoid, of each head's unit vector in the paper and of the vector itself in the code.
 
-    A conversion divides by sums of it, which must not be nought where a model's own queries or keys are far below it.
+    A conversion divides by sums of it, which must not be zero where a model's own queries or keys are far below it.
     """
     if reading == "paper":
         return torch.sigmoid(unit(x, 3))
@@ -209,17 +209,19 @@ class Mobile(LinearVariant):
         if isinstance(self.keep_heads, float) and not 0 < self.keep_heads <= 1:
             raise InputError(f"mobile: keep_heads={self.keep_heads} must lie above 0 and be at most 1")
 
-    def refuse_form(self, site: AttentionSite) -> str | None:
+    def refuse_form(self, site: AttentionSite) -> Refusal | None:
         channels = site.heads * site.head_dim
         if reason := refuse_unpaired(site):
             return reason
         if channels % self.head_dim:
-            return f"its {channels} channels do not split into heads of {self.head_dim}"
+            why = f"its {channels} channels do not split into heads of {self.head_dim}"
+            return Refusal("uneven-heads", why)
         count = channels // self.head_dim
         if site.heads * site.value_dim % count:
-            return f"its {site.heads * site.value_dim} value channels do not split over {count} heads"
+            why = f"its {site.heads * site.value_dim} value channels do not split over {count} heads"
+            return Refusal("uneven-values", why)
         if isinstance(self.keep_heads, tuple) and not set(self.keep_heads) <= set(range(count)):
-            return f"keep_heads names heads beyond its {count}"
+            return Refusal("unknown-heads", f"keep_heads names heads beyond its {count}")
         return None
 
     def form(self, site: AttentionSite) -> Form:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads
 from attnrewrite.variants.linear import LinearVariant
@@ -31,7 +31,7 @@ def context_vectors(latents: Tensor, aggregated: Tensor, weights: Tensor | None 
 
 
 def context_scores(latents: Tensor, weights: Tensor | None) -> Tensor:
-    """The softmax over the tokens of latents [B, N, L]; nought where no token is left in."""
+    """The softmax over the tokens of latents [B, N, L]; zero where no token is left in."""
     if weights is None:
         return torch.softmax(latents, dim=1)
     kept = weights.squeeze(1)
@@ -115,10 +115,11 @@ class Separable(LinearVariant):
         if self.latents < 0:
             raise InputError(f"separable: latents={self.latents} must be at least 1, or 0 for one per head")
 
-    def refuse_form(self, site: AttentionSite) -> str | None:
+    def refuse_form(self, site: AttentionSite) -> Refusal | None:
         channels = site.heads * site.value_dim
         if self.latents and channels % self.latents:
-            return f"its {channels} value channels do not split over {self.latents} latents"
+            why = f"its {channels} value channels do not split over {self.latents} latents"
+            return Refusal("uneven-latents", why)
         return None
 
     def form(self, site: AttentionSite) -> Form:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from attnrewrite.errors import Refusal
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Form, Variant
+from attnrewrite.variants.base import Form, Variant, refuse_without_core
 from attnrewrite.variants.parts.softmax_rows import SoftmaxForm
 from attnrewrite.variants.parts.tensors import prefix_queries, score_scale
 
@@ -16,14 +17,8 @@ class Softmax(Variant):
     summary = "the original attention, re-emitted: the identity rewrite, and a candidate at every site"
     source = "Vaswani et al. 2017, Attention Is All You Need, equation 1"
 
-    def refuse(self, site: AttentionSite) -> str | None:
-        if site.talking_heads:
-            return "mixes the heads' scores or probabilities"
-        if site.probs_escape:
-            return "its probabilities are used elsewhere in the model"
-        if site.core is None:
-            return "its query, key and value could not be told apart in the graph"
-        return None
+    def refuse(self, site: AttentionSite) -> Refusal | None:
+        return refuse_without_core(site)
 
     def build(self, site: AttentionSite) -> Form:
         return SoftmaxForm(score_scale(site), site.causal, prefix_queries(site))

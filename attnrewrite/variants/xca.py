@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from attnrewrite.errors import Refusal
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, refuse_unequal, refuse_unpaired
 from attnrewrite.variants.linear import LinearVariant
@@ -36,9 +37,9 @@ class CrossCovariance(LinearVariant):
     name = "xca"
     summary = "cross-covariance attention: channels attend to channels"
     source = "El-Nouby et al. 2021, XCiT, equation 3"
-    no_key_bias = "norms queries over all tokens, of which a mask on the keys says nothing"
+    no_key_bias = Refusal("queries-normed", "norms queries over all tokens, of which a mask on the keys says nothing")
 
-    def refuse_form(self, site: AttentionSite) -> str | None:
+    def refuse_form(self, site: AttentionSite) -> Refusal | None:
         return refuse_unpaired(site) or refuse_unequal(site)
 
     def form(self, site: AttentionSite) -> Form:

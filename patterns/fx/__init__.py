@@ -1,4 +1,4 @@
 """FX graphs of aten operations behind the GraphView that the matcher reads.
 
-It says what each aten operator means, with its arguments. What attention is, is the matcher's to know.
+It gives the meaning of each aten operator and its arguments; attention itself is the matcher's subject.
 """

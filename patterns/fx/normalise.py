@@ -1,4 +1,4 @@
-"""What each aten operation is in the matcher's vocabulary: fused and decomposed spellings of the same alike."""
+"""What each aten operation is in the matcher's vocabulary, whether it is fused or decomposed."""
 
 import operator
 from collections.abc import Callable
@@ -53,11 +53,9 @@ def normalise(graph: FxNodes, value: str) -> Operation:
         return _SPECIAL[name](graph, node, producer, inputs)
     kind = KINDS.get(name, "other")
     if kind == "map":
-        return Operation(node.name, kind, name, inputs, _scalar_attributes(producer))
+        return Operation(node.name, kind, name, inputs, _map_attributes(name, producer))
     if kind == "norm":
-        style = "batch" if "batch_norm" in name and "no_stats" not in str(producer.target) else name
-        epsilon = next((a for a in reversed(producer.args) if isinstance(a, float)), 1e-5)
-        return Operation(node.name, kind, name, inputs, {"style": style, "epsilon": epsilon})
+        return Operation(node.name, kind, name, inputs, _norm_attributes(graph, name, producer))
     if kind == "reduce":
         rank = len(graph.shape(inputs[0])) if inputs else 0
         return Operation(node.name, kind, name, inputs[:1], {"axes": _reduced_axes(name, producer, rank)})
@@ -130,16 +128,31 @@ def _convolution(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, 
 
 
 def _softmax(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
-    axis: Any = producer.args[1] if len(producer.args) > 1 else producer.kwargs["dim"]
+    axis: Any = arguments_of(producer)["dim"]
     return Operation(node.name, "softmax", "softmax", inputs, {"axis": int(axis) % len(graph.shape(node.name))})
+
+
+def _norm_attributes(graph: FxNodes, name: str, producer: Node) -> dict[str, object]:
+    """How it normalises. A BatchNorm by stored statistics is a fixed affine map; by the batch's own it is none."""
+    if "batch_norm" not in name:
+        return {"style": name}
+    given = arguments_of(producer)
+    nodes = {role: given.get(argument) for role, argument in _STATISTICS.items()}
+    stored = {role: node.name if isinstance(node, Node) else None for role, node in nodes.items()}
+    fixed = all(value is None or graph.is_constant(value) for value in stored.values())
+    trains = given.get("training", given.get("train", "no_training" not in name))
+    if trains or not fixed or stored["mean"] is None or stored["variance"] is None:
+        return {"style": "batch_statistics"}
+    return {"style": "batch", "epsilon": float(given["eps" if "eps" in given else "epsilon"]), **stored}
+
+
+_STATISTICS = {"weight": "weight", "bias": "bias", "mean": "running_mean", "variance": "running_var"}
 
 
 def _sdpa(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
     if node.target is operator.getitem and node.args[1] != 0:  # what a backward pass would need
         return Operation(node.name, "other", operator_name(producer), inputs)
-    arguments = producer.target._schema.arguments  # type: ignore[union-attr]
-    named = {known.name: given for known, given in zip(arguments, producer.args, strict=False)}
-    named.update(producer.kwargs)
+    named = arguments_of(producer)
     mask = named.get("attn_mask", named.get("attn_bias"))
     scale = named.get("scale")
     head_dim = graph.shape(inputs[0])[-1]
@@ -161,10 +174,26 @@ _SPECIAL: dict[str, Callable[[FxNodes, Node, Node, tuple[str, ...]], Operation]]
     **dict.fromkeys(WHOLE_ATTENTION, _opaque),
 }
 
-_SHAPED_LIKE_ANOTHER = frozenset(("expand_as", "view_as", "reshape_as"))  # torch decomposes them to a plainer spelling
+_SHAPED_LIKE_ANOTHER = frozenset(("expand_as", "view_as", "reshape_as"))  # torch decomposes them to plainer operators
 
 # operators that are read as exported
 KNOWN = frozenset((*_SPECIAL, *IDENTITIES, *INDEXED, *KINDS, *FACTORIES, "pad")) - _SHAPED_LIKE_ANOTHER
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """What an operator is given, by the names of its schema, with its defaults for what is not."""
+    known = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {argument.name: argument.default_value for argument in known if argument.has_default_value()}
+    given = {argument.name: value for argument, value in zip(known, node.args, strict=False)}
+    return {**defaults, **given, **node.kwargs}
+
+
+def _map_attributes(name: str, node: Node) -> dict[str, object]:
+    """The number among the operands of a map, and `alpha`: add(x, y, alpha) is x + alpha y."""
+    attributes = _scalar_attributes(node)
+    if name in ("add", "sub") and "alpha" in node.kwargs:
+        attributes["alpha"] = node.kwargs["alpha"]
+    return attributes
 
 
 def _tensor_arguments(node: Node) -> list[Node]:

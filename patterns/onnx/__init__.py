@@ -1,4 +1,4 @@
 """ONNX graphs behind the matcher's GraphView: shapes followed, functions inlined, fused operators written out.
 
-It says what each ONNX operator means in each opset. What attention is, is the matcher's to know.
+It gives the meaning of each ONNX operator in each opset; attention itself is the matcher's subject.
 """

@@ -6,25 +6,29 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from attnrewrite.errors import Refusal
 from attnrewrite.patterns.onnx.writer import Writer
 
 Size = Callable[[ir.Value], tuple[int, ...]]
 
 
-def spell(writer: Writer, equation: str, operands: list[ir.Value], size: Size) -> ir.Value | None:
-    """Write the einsum out; None where it is more than transposes and one product (a trace, a sum, three operands)."""
+_MORE = Refusal("not-a-product", "it is more than transposes and one product: a trace, a sum, three operands")
+
+
+def write_einsum(writer: Writer, equation: str, operands: list[ir.Value], size: Size) -> ir.Value | Refusal:
+    """Write the einsum as transposes and one matrix product."""
     sizes = [size(value) for value in operands]
     parsed = parse(equation, [len(shape) for shape in sizes])
-    if parsed is None:
-        return None
+    if isinstance(parsed, Refusal):
+        return parsed
     terms, result = parsed
     if any(len(set(term)) != len(term) for term in (*terms, result)):
-        return None
+        return _MORE
     if len(terms) == 1:
         order = [terms[0].index(label) for label in result] if set(result) == set(terms[0]) else None
-        return writer.one("Transpose", operands, "turned", perm=order) if order else None
+        return writer.one("Transpose", operands, "turned", perm=order) if order else _MORE
     if len(terms) != 2:
-        return None
+        return _MORE
     lengths: dict[str, int] = {}
     for term, shape in zip(terms, sizes, strict=True):
         lengths |= {label: length for label, length in zip(term, shape, strict=True) if lengths.get(label, 1) == 1}
@@ -33,7 +37,7 @@ def spell(writer: Writer, equation: str, operands: list[ir.Value], size: Size) -
     summed = [label for label in left if label in right and label not in result]
     rows, columns = ([label for label in term if label not in other] for term, other in ((left, right), (right, left)))
     if not summed or set(result) != {*shared, *rows, *columns}:
-        return None
+        return _MORE
     whole = not shared  # leading axes need no merging when the right operand is one matrix
     first = _arranged(writer, operands[0], left, shared, (rows, summed), lengths, "left", keep_rows=whole)
     second = _arranged(writer, operands[1], right, shared, (summed, columns), lengths, "right")
@@ -47,30 +51,31 @@ def spell(writer: Writer, equation: str, operands: list[ir.Value], size: Size) -
     return writer.transpose(product, [made.index(label) for label in result], "turned")
 
 
-def parse(equation: str, ranks: list[int]) -> tuple[list[str], str] | None:
-    """The operands' labels and the result's, an ellipsis spelled with labels of its own; None where it is not sound."""
+def parse(equation: str, ranks: list[int]) -> tuple[list[str], str] | Refusal:
+    """The operands' labels and the result's, with labels for an ellipsis; `ranks` are the operands' numbers of axes."""
+    unsound = Refusal("unsound-equation", f"the equation {equation!r} does not fit its operands")
     equation = equation.replace(" ", "")
     if not re.fullmatch(r"[A-Za-z.,]*(->[A-Za-z.]*)?", equation):
-        return None
+        return unsound
     inputs, arrow, result = equation.partition("->")
     terms = inputs.split(",")
     if not arrow:
         letters = inputs.replace(",", "").replace("...", "")
         result = ("..." if "..." in inputs else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
     if len(terms) != len(ranks):
-        return None
+        return unsound
     free = [c for c in string.ascii_letters if c not in equation]
     covered = [rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True) if "..." in t]
     widest = max(covered, default=0)
     if widest < 0 or widest > len(free):
-        return None
-    spelled = []
+        return unsound
+    labels = []
     for term, rank in zip(terms, ranks, strict=True):
         own = rank - len(term.replace("...", ""))
         if own < 0 or (own and "..." not in term):
-            return None
-        spelled.append(term.replace("...", "".join(free[widest - own : widest])))
-    return spelled, result.replace("...", "".join(free[:widest]))
+            return unsound
+        labels.append(term.replace("...", "".join(free[widest - own : widest])))
+    return labels, result.replace("...", "".join(free[:widest]))
 
 
 def _arranged(

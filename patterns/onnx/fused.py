@@ -9,18 +9,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from attnrewrite.patterns.onnx.einsum import spell
+from attnrewrite.errors import Refusal
+from attnrewrite.patterns.onnx.einsum import write_einsum
 from attnrewrite.patterns.onnx.sizes import Sizes
 from attnrewrite.patterns.onnx.writer import Setting, Writer, integer, number
 
 _MICROSOFT = "com.microsoft"
 
 
-WriteOut = Callable[[Writer, ir.Node, Setting], "ir.Value | str | None"]
+# The value that the plain nodes make, None where the node is plain as it stands
+WriteOut = Callable[[Writer, ir.Node, Setting], "ir.Value | Refusal | None"]
 
 
-def write_out(graph: ir.Graph, node: ir.Node, sizes: Sizes, version: int) -> str | None:
-    """Replace `node` by plain nodes where it is fused; why not, where it attends and cannot be written out."""
+def write_out(graph: ir.Graph, node: ir.Node, sizes: Sizes, version: int) -> Refusal | None:
+    """Replace `node` by plain nodes where it is fused; the refusal of one that cannot be written out."""
     rule = _RULES.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
     if rule is None:
         return None
@@ -30,8 +32,7 @@ def write_out(graph: ir.Graph, node: ir.Node, sizes: Sizes, version: int) -> str
     made = rule(writer, node, Setting(sizes, version))
     if isinstance(made, ir.Value):
         ir.convenience.replace_nodes_and_values(graph, node, [node], writer.nodes, [node.outputs[0]], [made])
-        return None
-    return made
+    return made if isinstance(made, Refusal) else None
 
 
 def operand(node: ir.Node, place: int) -> ir.Value | None:
@@ -43,35 +44,35 @@ def _extra_outputs(node: ir.Node) -> bool:
     return any(value.uses() or value.is_graph_output() for value in node.outputs[1:])
 
 
-def _attention(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | str:
+def _attention(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | Refusal:
     """Attention of opset 23 and later: 3-D operands with the heads in attributes, or 4-D."""
     query, key, value = node.inputs[:3]
     assert query is not None
     assert key is not None
     assert value is not None
     if any(operand(node, place) is not None for place in (4, 5, 6)) or _extra_outputs(node):
-        return "it keeps keys and values of earlier calls, or gives out its scores"
+        return Refusal("cache-or-scores", "it keeps keys and values of earlier calls, or gives out its scores")
     if number(node, "softcap"):
-        return "it caps its scores (softcap)"
+        return Refusal("softcap", "it caps its scores (softcap)")
     if len(setting.size(query)) == 4:
         return writer.attend((query, key, value), operand(node, 3), "is_causal")
     heads, kv_heads = integer(node, "q_num_heads"), integer(node, "kv_num_heads")
     if not heads or not kv_heads:
-        return "its operands have three axes and it does not say how many heads"
+        return Refusal("unsaid-heads", "its operands have three axes and it does not say how many heads")
     counts = (heads, kv_heads, kv_heads)
     split = [writer.split_heads(v, n, role) for v, n, role in zip((query, key, value), counts, _ROLES, strict=True)]
     return writer.join_heads(writer.attend(split, operand(node, 3), "is_causal"))
 
 
-def _multi_head_attention(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | str:
+def _multi_head_attention(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | Refusal:
     """com.microsoft MultiHeadAttention: separate operands, packed QKV [B, N, H, 3, d] or packed KV [B, M, H, 2, d]."""
     query, key, value, bias = (operand(node, place) for place in range(4))
     assert query is not None
     heads = integer(node, "num_heads")
     if any(operand(node, place) is not None for place in (4, 6, 7, 8, 9)) or _extra_outputs(node):
-        return "it has a key padding mask, or keeps keys and values of earlier calls"
+        return Refusal("padding-or-cache", "it has a key padding mask, or keeps keys and values of earlier calls")
     if bias is not None and (key is None or value is None):
-        return "it packs its operands and adds a bias to them"
+        return Refusal("packed-bias", "it packs its operands and adds a bias to them")
     if key is None:
         split = [_unpack(writer, query, place, name) for place, name in enumerate(_ROLES)]
     elif value is None:
@@ -82,7 +83,7 @@ def _multi_head_attention(writer: Writer, node: ir.Node, setting: Setting) -> ir
         if bias is not None:
             operands = _with_bias(writer, operands, bias, setting)
         if any(len(setting.size(v)) != 3 for v in (query, key, value)):
-            return "its keys and values come with their heads split, as from a cache"
+            return Refusal("split-keys", "its keys and values come with their heads split, as from a cache")
         split = [writer.split_heads(v, heads, name) for v, name in zip(operands, _ROLES, strict=True)]
     return writer.join_heads(writer.attend(split, operand(node, 5), "unidirectional"))
 
@@ -111,15 +112,16 @@ def _split(writer: Writer, value: ir.Value, widths: Sequence[int], axis: int, na
     return parts
 
 
-def _packed_attention(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | str:
+def _packed_attention(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | Refusal:
     """com.microsoft Attention: the packed projection is inside the node."""
     tokens, weight, bias = (operand(node, place) for place in range(3))
     assert tokens is not None
     if weight is None:
-        return "it has no weights of its own"
+        return Refusal("no-weights", "it has no weights of its own")
     special = any(operand(node, place) is not None for place in (3, 4, 6)) or integer(node, "do_rotary")
     if special or _extra_outputs(node):
-        return "it has a key padding mask, rotates its queries, or keeps keys and values of earlier calls"
+        why = "it has a key padding mask, rotates its queries, or keeps keys and values of earlier calls"
+        return Refusal("padding-rotation-or-cache", why)
     heads, total = integer(node, "num_heads"), setting.size(weight)[-1]
     given = node.attributes.get("qkv_hidden_sizes")
     widths = [total // 3] * 3 if given is None else list(given.as_ints())
@@ -131,10 +133,10 @@ def _packed_attention(writer: Writer, node: ir.Node, setting: Setting) -> ir.Val
     return writer.join_heads(writer.attend(split, operand(node, 5), "unidirectional"))
 
 
-def _fused_matmul(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | str:
+def _fused_matmul(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | Refusal:
     """com.microsoft FusedMatMul and TransposeMatMul: alpha * op(A) op(B)."""
     if integer(node, "transBatchA") or integer(node, "transBatchB"):
-        return "it moves its batch axes"
+        return Refusal("moved-batch", "it moves its batch axes")
     sides = []
     for value, name in zip(node.inputs, ("A", "B"), strict=True):
         assert value is not None
@@ -160,10 +162,9 @@ def _joint_softmax(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value 
     return writer.one("Reshape", [soft, writer.one("Shape", [value], "shape")], "unflattened")
 
 
-def _einsum(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | None:
-    return spell(
-        writer, node.attributes["equation"].as_string(), [v for v in node.inputs if v is not None], setting.size
-    )
+def _einsum(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | Refusal:
+    operands = [value for value in node.inputs if value is not None]
+    return write_einsum(writer, node.attributes["equation"].as_string(), operands, setting.size)
 
 
 _ROLES = ("query", "key", "value")

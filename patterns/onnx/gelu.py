@@ -1,4 +1,4 @@
-"""GELU as exporters take it apart: any spelling of it is known by what it computes, not by its nodes' order."""
+"""GELU as exporters decompose it: recognised by what the nodes compute, not by their order."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from attnrewrite.patterns.onnx.sizes import evaluate
 Approximate = Literal["none", "tanh"]
 
 _PARTS = frozenset({"Mul", "Div", "Add", "Sub", "Erf", "Tanh", "Pow", "Identity"})
-MOST_NODES = 12  # nodes of the longest spelling, by a tanh with its cube written out
+MOST_NODES = 12  # nodes of the longest decomposition, by a tanh with its cube written out
 _GRID = np.linspace(-4.0, 4.0, 33, dtype=np.float32)
 _ROUNDING = 2e-3  # constants may be stored in half precision
 

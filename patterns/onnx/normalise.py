@@ -11,10 +11,11 @@ from attnrewrite.patterns.onnx.operators import BINARY, MOVED, QUANTISED, SIMPLE
 from attnrewrite.patterns.onnx.prepare import Prepared
 from attnrewrite.patterns.onnx.recognise import normalised_by_hand
 from attnrewrite.patterns.onnx.sizes import PRIVATE
+from attnrewrite.patterns.onnx.writer import integer, number
 
 
 class OnnxView(GraphView, Protocol):
-    """What the meaning of a node depends on beyond what every graph tells."""
+    """What the meaning of a node depends on, beyond GraphView."""
 
     prepared: Prepared
 
@@ -48,13 +49,24 @@ def normalise(graph: OnnxView, value: str, node: ir.Node) -> Operation:
             return Operation(value, "norm", "layer_norm", (by_hand,), {"style": "layer_norm"})
         return _map(graph, value, node, name, inputs)
     if kind == "norm":
-        epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
-        return Operation(value, kind, name, inputs, {"style": name, "epsilon": epsilon})
+        return Operation(value, kind, name, inputs, _norm_attributes(graph, node, name, inputs))
     if kind == "reduce":
         return Operation(value, kind, name, inputs[:1], {"axes": _reduced_axes(graph, node, inputs)})
     if kind == "pool":
         return Operation(value, kind, name, inputs[:1])
     return Operation(value, kind, name, inputs, {"quantized": True} if node.op_type in QUANTISED else {})
+
+
+def _norm_attributes(graph: OnnxView, node: ir.Node, name: str, inputs: tuple[str, ...]) -> dict[str, object]:
+    """How it normalises. A BatchNorm by stored statistics is a fixed affine map; by the batch's own it is none."""
+    if name != "batch":
+        return {"style": name}
+    if integer(node, "training_mode") or not all(graph.is_constant(stored) for stored in inputs[1:]):
+        return {"style": "batch_statistics"}
+    _, weight, bias, mean, variance = inputs
+    epsilon = number(node, "epsilon")
+    stored = {"weight": weight, "bias": bias, "mean": mean, "variance": variance}
+    return {"style": "batch", "epsilon": 1e-5 if epsilon is None else epsilon, **stored}
 
 
 def _reduced_axes(graph: OnnxView, node: ir.Node, inputs: tuple[str, ...]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.patterns.onnx.branches import take_branch
 from attnrewrite.patterns.onnx.fused import write_out
 from attnrewrite.patterns.onnx.sizes import PRIVATE, Size, Sizes, advance, input_sizes, start
@@ -106,31 +106,32 @@ def _read(model: ir.Model, opsets: Mapping[str, int], batch: int, given: Mapping
     sizes = start(graph, input_sizes(graph, batch, given))
     unread: list[NearMiss] = []
     for node in graph:
-        reason = write_out(graph, node, sizes, opsets.get("", 1))
+        refusal = write_out(graph, node, sizes, opsets.get("", 1))
         if node.graph is None or take_branch(graph, node, sizes):  # replaced: its nodes come next
             continue
         advance(sizes, node, opsets)
-        unread += _unread(node, sizes, reason)
+        unread += _unread(node, sizes, refusal)
     return Prepared(model, opsets, sizes, {}, batch, unread)
 
 
-def _unread(node: ir.Node, sizes: Sizes, reason: str | None) -> Iterator[NearMiss]:
-    """What attends in `node` but cannot be shown to the matcher."""
-    if reason is not None and attends(node):
-        yield _miss(node, "unsupported-operator", reason)
+def _unread(node: ir.Node, sizes: Sizes, refusal: Refusal | None) -> Iterator[NearMiss]:
+    """What attends in `node` but cannot be shown to the matcher; `refusal` says why it was not written out."""
+    if refusal is not None and attends(node):
+        yield _miss(node, Refusal("unsupported-operator", refusal.sentence))
     elif attends(node) and not _is_anchor(node):
         quantised = any(node.op_type.startswith(prefix) for prefix in _QUANTISED)
         if quantised:
-            yield _miss(node, "quantized", "it computes on quantized numbers; give the model before quantization")
+            why = "it computes on quantized numbers; give the model before quantization"
+            yield _miss(node, Refusal("quantized", why))
         else:
-            yield _miss(node, "unsupported-operator", "no rule writes it out in plain operators")
+            yield _miss(node, Refusal("unsupported-operator", "no rule writes it out in plain operators"))
     elif attends(node) and node.outputs[0].name not in sizes.size:
-        yield _miss(node, "unknown-size", "the sizes of its operands depend on the data")
+        yield _miss(node, Refusal("unknown-size", "the sizes of its operands depend on the data"))
     for body in _bodies(node):
         for inner in ir.traversal.RecursiveGraphIterator(body):
             if attends(inner):
                 why = f"it stands in the body of {node.op_type} {node.name!r}, which may run many times or never"
-                yield _miss(inner, "control-flow", why)
+                yield _miss(inner, Refusal("control-flow", why))
 
 
 def attends(node: ir.Node) -> bool:
@@ -142,10 +143,10 @@ def _is_anchor(node: ir.Node) -> bool:
     return (node.op_type == "Softmax" and node.domain in ("", "ai.onnx")) or node.domain == PRIVATE
 
 
-def _miss(node: ir.Node, reason: str, why: str) -> NearMiss:
+def _miss(node: ir.Node, why: Refusal) -> NearMiss:
     anchor = "softmax" if "Softmax" in node.op_type else "attention-op"
     name = node.outputs[0].name or node.name or ""
-    return NearMiss(anchor, name, reason, f"{node.op_type} {node.name!r}: {why}", (name,))
+    return NearMiss(why.code, f"{node.op_type} {node.name!r}: {why}", anchor, name, (name,))
 
 
 def _bodies(node: ir.Node) -> Iterator[ir.Graph]:

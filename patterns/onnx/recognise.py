@@ -1,4 +1,4 @@
-"""What exporters write as several ONNX nodes and the matcher knows as one: a bias after a product, a LayerNorm."""
+"""What is several ONNX nodes and one operation to the matcher: a product and its bias, a LayerNorm."""
 
 import ast
 import hashlib
@@ -13,7 +13,7 @@ from attnrewrite.patterns.graph import GraphView, Operation
 from attnrewrite.site import NearMiss
 
 _BORDERS = frozenset({"linear", "conv", "norm", "softmax", "sdpa"})
-_NEAR = 256  # values: attention is spelled in fewer, and a graph may be long
+_NEAR = 256  # values: an attention has fewer, and a graph may be long
 _SCOPES = "pkg.torch.onnx.name_scopes"  # written by torch's exporter: the module path, outermost first, and the node
 
 
@@ -157,7 +157,7 @@ def quantised_around(graph: GraphView, value: str) -> NearMiss | None:
         operation = graph.operation(near)
         if operation.attributes.get("quantized"):
             why = f"{operation.name} ({near}) quantizes what it reads or makes; give the model before quantization"
-            return NearMiss(anchor.kind, value, "quantized", why, (value,))
+            return NearMiss("quantized", why, anchor.kind, value, (value,))
     return None
 
 

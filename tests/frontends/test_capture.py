@@ -97,4 +97,4 @@ class WholeLayer(nn.Module):
 
 def test_a_layer_in_one_operator_is_a_near_miss() -> None:
     scan = ar.explain(WholeLayer(), (X,))
-    assert (len(scan.sites), [miss.reason for miss in scan.near_misses]) == (0, ["fused-layer"])
+    assert (len(scan.sites), [miss.code for miss in scan.near_misses]) == (0, ["fused-layer"])

@@ -170,6 +170,16 @@ def written_over(fill: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Te
     return run
 
 
+def added(join: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Attention whose scores `join` makes of the products and a table."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        q, k, v = unpacked(m, x)
+        return m.proj(merged(join(q @ k.mT * SCALE, m.table).softmax(-1) @ v))
+
+    return run
+
+
 def multi_query(m: Any, x: Tensor) -> Tensor:
     k, v = (p(x).unsqueeze(1) for p in (m.k, m.v))
     return m.proj(merged(attend(heads(m.q(x)), k, v)))
@@ -256,6 +266,8 @@ def pooled_queries(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged(attend(query, heads(m.k(x)), heads(m.v(x)))))
 
 
+BIASED = with_parameters(packed(), table=(HEADS, TOKENS, TOKENS))
+
 SPELLINGS = [
     Spelling("packed", packed, lambda m, x: m.proj(merged(attend(*unpacked(m, x))))),
     Spelling("separate", separate, lambda m, x: m.proj(merged(attend(heads(m.q(x)), heads(m.k(x)), heads(m.v(x)))))),
@@ -311,6 +323,11 @@ SPELLINGS = [
     Spelling("convolutions, unfolded", conv, unfolded_maps, {"output_shape": (WIDTH, 3, 4)}),
     Spelling("convolutions with norm", lambda: conv() | {"norm": nn.BatchNorm2d(3 * WIDTH)}, maps_with_norm),
     Spelling(
+        "convolutions with norm without weights",
+        lambda: conv() | {"norm": nn.BatchNorm2d(3 * WIDTH, affine=False)},
+        maps_with_norm,
+    ),
+    Spelling(
         "windows before",
         packed,
         windows_before,
@@ -332,6 +349,20 @@ SPELLINGS = [
         inputs=lambda: torch.randn(BATCH, 24, WIDTH),
     ),
     Spelling("rotary", with_parameters(packed(), cos=(TOKENS, DIM), sin=(TOKENS, DIM)), rotary, {"rope": True}),
+    Spelling("bias times alpha", BIASED, added(lambda s, t: torch.add(s, t, alpha=2)), {"bias": "constant"}),
+    Spelling("bias taken away times alpha", BIASED, added(lambda s, t: s.sub(t, alpha=3)), {"bias": "constant"}),
+    Spelling(
+        "scores times alpha",
+        BIASED,
+        added(lambda s, t: torch.add(t, s, alpha=2)),
+        {"bias": "constant", "scale": 2 * SCALE},
+    ),
+    Spelling(
+        "scores taken away times alpha",
+        BIASED,
+        added(lambda s, t: t.sub(s, alpha=-3)),
+        {"bias": "constant", "scale": 3 * SCALE},
+    ),
     Spelling("mask filled", packed, written_over(lambda s: s.masked_fill(~NEAR, -math.inf)), {"bias": "constant"}),
     Spelling("mask chosen", packed, written_over(lambda s: torch.where(NEAR, s, -1e9)), {"bias": "constant"}),
     Spelling(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from attnrewrite import api
 from attnrewrite.cli.main import main
+from attnrewrite.errors import Refusal
 from attnrewrite.pages.graph.boxes import box_graph, module_paths
 from attnrewrite.pages.graph.layout import layered
 from attnrewrite.pages.graph.page import graph_page
@@ -187,10 +188,10 @@ def page_of(examined: tuple[GraphView, Scan]) -> str:
         found,
         model=HOSTILE,
         sites=tuple(replace(site, name=f"{site.name}{HOSTILE}") for site in found.sites),
-        near_misses=tuple(replace(miss, name=HOSTILE, detail=HOSTILE, reason=HOSTILE) for miss in found.near_misses),
+        near_misses=tuple(replace(miss, name=HOSTILE, sentence=HOSTILE, code=HOSTILE) for miss in found.near_misses),
     )
     supported = api.supported(found)
-    supported["site1"] |= {"l1": HOSTILE}
+    supported["site1"] |= {"l1": Refusal("hostile", HOSTILE)}
     return graph_page(cast(GraphView, Hostile(graph)), found, supported)
 
 

@@ -1,8 +1,26 @@
 """The matcher on one attention in many spellings, and on what only looks like one."""
 
+from typing import Any
+
 import pytest
 import torch
-from spellings import DIM, HEADS, MIXED, NEAR_MISSES, SCALE, SPELLINGS, TOKENS, Spelling, build
+from spellings import (
+    DIM,
+    HEADS,
+    MIXED,
+    NEAR_MISSES,
+    SCALE,
+    SPELLINGS,
+    TOKENS,
+    WIDTH,
+    Spelling,
+    attend,
+    build,
+    heads,
+    merged,
+    separate,
+)  # fmt: skip
+from torch import Tensor, nn
 
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.passes.fx.rewrite import FxRewrite
@@ -66,7 +84,7 @@ def test_mixed_heads_are_a_site_that_says_so(spelling: Spelling) -> None:
     _, found = scanned(spelling)
     (site,) = found.sites
     assert (site.n_queries, site.kind, site.talking_heads) == (*spelling.truth.values(), True)
-    assert site.core_reason == "scores or probabilities are mixed across heads"
+    assert str(site.core_reason) == "scores or probabilities are mixed across heads"
     assert all(isinstance(projection, Projection) for projection in site.projections)
 
 
@@ -74,5 +92,20 @@ def test_mixed_heads_are_a_site_that_says_so(spelling: Spelling) -> None:
 def test_what_is_no_attention_is_a_near_miss_with_its_reason(reason: str, words: str, spelling: Spelling) -> None:
     _, found = scanned(spelling)
     assert not found.sites
-    assert [miss.reason for miss in found.near_misses] == [reason]
-    assert words in found.near_misses[0].detail
+    assert [miss.code for miss in found.near_misses] == [reason]
+    assert words in found.near_misses[0].sentence
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_batch_norm_by_its_batch_is_no_part_of_a_projection(stored: bool) -> None:
+    """Stored statistics make it an affine map of each channel; the batch's own mix the images."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (heads(m.norm(m.q(x).mT).mT), heads(m.k(x)), heads(m.v(x)))
+        return m.proj(merged(attend(q, k, v)))
+
+    norm = {"norm": nn.BatchNorm1d(WIDTH, affine=False, track_running_stats=stored)}
+    _, found = scanned(Spelling("normed", lambda: separate() | norm, run))
+    (site,) = found.sites
+    assert isinstance(site.query, Projection)
+    assert (site.query.direct, site.query.normalization is not None) == (stored, stored)

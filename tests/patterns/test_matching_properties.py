@@ -174,8 +174,8 @@ def test_mutated_attention_is_not_taken_for_attention(way: Drawn, mutation: str)
     _, found = scanned(Written(way, mutation), way)
     if mutation == "twice":
         assert [site.probs_escape for site in found.sites] == [True]
-        assert get_variant("l1").refuse(found.sites[0]) == "its probabilities are used elsewhere in the model"
+        assert str(get_variant("l1").refuse(found.sites[0])) == "its probabilities are used elsewhere in the model"
     else:
         reason = "normalised-over-queries" if mutation == "queries" else "no-product"
         assert not found.sites
-        assert [miss.reason for miss in found.near_misses] == [reason]
+        assert [miss.code for miss in found.near_misses] == [reason]

@@ -200,4 +200,4 @@ def test_a_soft_mask_is_softmax_at_alpha_one_and_the_hard_mask_at_alpha_nought_a
 )
 def test_refusals(options: dict, change: dict, reason: str) -> None:
     site = dataclasses.replace(make_site(grid=Grid(3, 3)), **change)
-    assert reason in (Masked(**options).refuse(site) or "")
+    assert reason in str(Masked(**options).refuse(site))

@@ -90,7 +90,7 @@ def test_who_stands_at_a_site_and_why_not(kind: str) -> None:
     for name in variants():
         reason = get_variant(name).refuse(site)
         if reason is not None:
-            found.setdefault(reason, set()).add(name)
+            found.setdefault(reason.sentence, set()).add(name)
     assert found == {reason: set(names) for reason, names in REFUSED[kind].items()}
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from attnrewrite.errors import Refusal
 from attnrewrite.pages.graph.boxes import Box, BoxGraph, box_graph
 from attnrewrite.pages.graph.layout import Layout, layered
 from attnrewrite.pages.graph.region import shown
@@ -49,8 +50,8 @@ class DrawnBox:
     unlisted: int
 
 
-def graph_page(graph: GraphView, found: Scan, supported: Mapping[str, Mapping[str, bool | str]]) -> str:
-    """The page, self-contained HTML. `supported` says for each site id what each variant says of it: True, or why not.
+def graph_page(graph: GraphView, found: Scan, supported: Mapping[str, Mapping[str, Refusal | None]]) -> str:
+    """The page, self-contained HTML. `supported` says for each site id what each variant says of it.
 
     Raises:
         InputError: jinja2 is not installed.
@@ -79,7 +80,7 @@ def graph_page(graph: GraphView, found: Scan, supported: Mapping[str, Mapping[st
 def _drawn(
     graph: GraphView,
     found: Scan,
-    supported: Mapping[str, Mapping[str, bool | str]],
+    supported: Mapping[str, Mapping[str, Refusal | None]],
     grouped: BoxGraph,
     layout: Layout,
 ) -> list[DrawnBox]:
@@ -124,7 +125,7 @@ def _text(
     if site is not None:
         return site.name, (f"{site.id} · {_kind(site)}", f"{site.heads} heads × {site.head_dim} · {_tokens(site)}")
     if miss is not None:
-        return miss.name, (f"near miss: {miss.reason}", miss.anchor)
+        return miss.name, (f"near miss: {miss.code}", miss.anchor)
     made = [value for value in box.values if not graph.is_constant(value)]
     kinds = listed((f"{count} {name}" if count > 1 else name for name, count in _telling(graph, box, counts)), ROOM - 3)
     return box.name or "the model itself", (kinds, f"→ {shapes(made[-1])}" if made else "")
@@ -159,4 +160,4 @@ def _tokens(site: AttentionSite) -> str:
 def _words(site: AttentionSite | None, miss: NearMiss | None) -> tuple[str, ...]:
     if site is not None:
         return ("site", site.id, site.anchor, site.kind, site.axis, *(("windowed",) if site.windowed else ()))
-    return ("near miss", miss.reason, miss.detail, miss.anchor) if miss is not None else ()
+    return ("near miss", miss.code, miss.sentence, miss.anchor) if miss is not None else ()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from attnrewrite.errors import Refusal
 from attnrewrite.pages.graph.layout import Line, layered
 from attnrewrite.pages.graph.region import projecting
 from attnrewrite.pages.graph.shapes import Shapes, cut, ranges
@@ -61,9 +62,13 @@ class SitePanel:
 
 
 def site_panel(
-    graph: GraphView, shapes: Shapes, site: AttentionSite, values: Sequence[str], supported: Mapping[str, bool | str]
+    graph: GraphView,
+    shapes: Shapes,
+    site: AttentionSite,
+    values: Sequence[str],
+    supported: Mapping[str, Refusal | None],
 ) -> SitePanel:
-    """The panel of a site whose box holds `values`; `supported` is what each variant says: True, or why not."""
+    """The panel of a site whose box holds `values`; `supported` is what each variant says of it."""
     live = [value for value in values if not graph.is_constant(value)]
     return SitePanel(
         facts=_facts(shapes, site),
@@ -71,18 +76,18 @@ def site_panel(
             _projection(graph, shapes, role, part)
             for role, part in zip(("query", "key", "value", "output"), (*site.projections, site.output), strict=True)
         ),
-        able=tuple(name for name, said in supported.items() if said is True),
+        able=tuple(name for name, refusal in supported.items() if refusal is None),
         refused=tuple((reason, tuple(names)) for reason, names in by_reason(supported).items()),
         drawing=_drawing(graph, shapes, site, live) if len(live) <= _MOST_DRAWN else None,
     )
 
 
-def by_reason(supported: Mapping[str, bool | str]) -> dict[str, list[str]]:
+def by_reason(supported: Mapping[str, Refusal | None]) -> dict[str, list[str]]:
     """The variants that refuse a site, gathered under their reason."""
     gathered: dict[str, list[str]] = {}
-    for name, said in supported.items():
-        if said is not True:
-            gathered.setdefault(str(said), []).append(name)
+    for name, refusal in supported.items():
+        if refusal is not None:
+            gathered.setdefault(str(refusal), []).append(name)
     return gathered
 
 
@@ -105,7 +110,7 @@ def _facts(shapes: Shapes, site: AttentionSite) -> tuple[tuple[str, str], ...]:
         "also": ", ".join(_extras(site)) or "nothing",
     }
     if site.core_reason:
-        facts["cannot be rewritten"] = site.core_reason
+        facts["cannot be rewritten"] = site.core_reason.sentence
     return tuple(facts.items())
 
 
@@ -143,7 +148,7 @@ def _projection(
     graph: GraphView, shapes: Shapes, role: str, part: Projection | OutputProjection | Untraced
 ) -> ProjectionFact:
     if isinstance(part, Untraced):
-        return ProjectionFact(role, (), "", "", f"not traced: {part.detail}")
+        return ProjectionFact(role, (), "", "", f"not traced: {part.sentence}")
     rows = part.rows if isinstance(part, Projection) else part.columns
     shape = graph.shape(part.weight)
     across = (isinstance(part, OutputProjection)) != part.transposed

@@ -146,7 +146,7 @@ def _run(
 def _layout(graph: FxGraph, site: AttentionSite) -> Grid | WindowPlaces | str:
     """How the site's tokens lie in the image, or why that cannot be drawn."""
     if reason := get_variant("softmax").refuse(site):
-        return reason
+        return reason.sentence
     if site.axis == "channel":
         return "attends over channels, not over tokens"
     if site.windowed:

@@ -13,7 +13,7 @@ from attnrewrite.variants.parts.tensors import as_type, wide
 def key_weights(bias: Tensor | None) -> Tensor | None:
     """exp(b) over its mean, [B, 1, M, 1], for a bias [B, 1, 1, M] of the keys alone; None for any other.
 
-    Where no key is left in, all weights are nought.
+    Where no key is left in, all weights are zero.
     """
     if bias is None or bias.ndim != 4 or bias.shape[1] != 1 or bias.shape[2] != 1:
         return None

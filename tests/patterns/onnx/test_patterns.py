@@ -101,8 +101,8 @@ def test_what_is_no_site_is_a_near_miss_with_its_reason(name: str) -> None:
     _, found = find(ir.serde.deserialize_model(proto(body, opset, inputs, "float y")))
     assert not found.sites
     (miss,) = found.near_misses
-    assert miss.reason == reason, miss
-    assert miss.detail
+    assert miss.code == reason, miss
+    assert miss.sentence
 
 
 @pytest.mark.parametrize("tokens", ["n", "s"])
