@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from attnrewrite.selection.budget import requested
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -38,7 +39,6 @@ from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.plan import Placement, Plan
-from attnrewrite.selection.budget import requested
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
 

@@ -46,7 +46,7 @@ class LossMeter:
 
     @staticmethod
     def of(original: Tensor, labels: np.ndarray | None) -> "LossMeter":
-        """A judge whose probabilities are tempered to the labels' likelihood."""
+        """A meter whose probabilities are tempered to the labels' likelihood."""
         return LossMeter(original, labels, 1.0 if labels is None else _temperature(original, labels))
 
     @property

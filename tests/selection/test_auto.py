@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attnrewrite.selection.candidates import described
 from tiny_vits import INPUTS, encoder
 
 import attnrewrite as ar
@@ -20,7 +21,6 @@ from attnrewrite.evaluation.latency import Latency
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.plan import Plan
-from attnrewrite.selection.candidates import described
 from attnrewrite.selection.costs import WHOLE, Bench
 from attnrewrite.selection.knapsack import Table
 from attnrewrite.selection.search import Losing, Step

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from attnrewrite.selection.budget import Auto, requested
+from attnrewrite.selection.candidates import PUBLISHED, candidates, described
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnrewrite.errors import InputError
-from attnrewrite.selection.budget import Auto, requested
-from attnrewrite.selection.candidates import PUBLISHED, candidates, described
 from attnrewrite.selection.knapsack import Choice, Columns, Table, solve, total
 from attnrewrite.selection.loss_bound import AGREEMENT, TOP1, Loss, LossMeter, most_of, most_on_average
 from attnrewrite.selection.search import cheapest_that_holds, closest, most_sites, within_drop, within_price
