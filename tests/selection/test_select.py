@@ -7,14 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from attnrewrite.selection.budget import Auto, requested
-from attnrewrite.selection.candidates import PUBLISHED, candidates, described
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnrewrite.errors import InputError
+from attnrewrite.request import Budget
 from attnrewrite.selection.knapsack import Choice, Columns, Table, solve, total
 from attnrewrite.selection.loss_bound import AGREEMENT, TOP1, Loss, LossMeter, most_of, most_on_average
+from attnrewrite.selection.problem import PUBLISHED, Auto, candidates, described, requested
 from attnrewrite.selection.search import cheapest_that_holds, closest, most_sites, within_drop, within_price
 from attnrewrite.variants.registry import get_variant, variants
 
@@ -194,9 +194,9 @@ def test_candidates_are_sets_names_and_names_with_options() -> None:
 
 def test_a_named_variant_needs_no_budget() -> None:
     assert requested("l1", {"centred": False}) == get_variant("l1", {"centred": False})
-    auto = requested("auto", max_drop=0.5, candidates=["published"])
+    auto = requested("auto", budget=Budget(max_drop=0.5, candidates=("published",)))
     assert isinstance(auto, Auto)
-    assert (auto.asked, len(auto.candidates)) == (("published",), len(PUBLISHED))
+    assert (auto.budget.candidates, len(auto.candidates)) == (("published",), len(PUBLISHED))
 
 
 BAD = {
@@ -228,8 +228,10 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_does_not_go_together_is_one_line_before_any_work(case: str) -> None:
     arguments, options, message = BAD[case]
+    calibrated = options.get("calibrated", True)
     with pytest.raises(InputError) as raised:
-        requested(*arguments, **options)
+        budget = Budget(**{name: value for name, value in options.items() if name != "calibrated"})
+        requested(*arguments, budget=budget, calibrated=calibrated)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
