@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from attnrewrite.selection.knapsack import Choice, Columns, Table, solve, total
 from attnrewrite.selection.loss_bound import AGREEMENT, TOP1, Loss, LossMeter, most_of, most_on_average
 from attnrewrite.selection.problem import PUBLISHED, Auto, candidates, described, requested
 from attnrewrite.selection.search import cheapest_that_holds, closest, most_sites, within_drop, within_price
+from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, variants
 
 NUMBERS = st.one_of(st.floats(0, 10), st.floats(1e-6, 1e-3), st.just(math.inf))
@@ -225,13 +227,15 @@ BAD = {
 }
 
 
+def asked(*arguments: Any, calibrated: bool = True, **budget: Any) -> Variant | Auto:
+    return requested(*arguments, budget=Budget(**budget), calibrated=calibrated)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_what_does_not_go_together_is_one_line_before_any_work(case: str) -> None:
     arguments, options, message = BAD[case]
-    calibrated = options.get("calibrated", True)
     with pytest.raises(InputError) as raised:
-        budget = Budget(**{name: value for name, value in options.items() if name != "calibrated"})
-        requested(*arguments, budget=budget, calibrated=calibrated)
+        asked(*arguments, **options)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
