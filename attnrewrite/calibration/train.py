@@ -21,7 +21,9 @@ SAVE_EVERY = 20  # steps between checkpoints
 
 @dataclass(frozen=True)
 class Schedule:
-    """`steps` of Adam, a batch each; the learning rate rises to `rate` and falls to zero along a cosine."""
+    """`steps` of Adam, a batch each; the learning rate rises to `rate` over the first tenth of them and falls to zero
+    along a cosine (Loshchilov and Hutter 2017, without restarts).
+    """
 
     steps: int
     rate: float

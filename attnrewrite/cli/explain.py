@@ -95,11 +95,11 @@ def _written(out: Path, text: str, run: RunOptions, *, force: bool) -> str:
 
 def scan_data(scan: Scan, supported: Supported) -> dict[str, Any]:
     """A scan as `explain --json` prints it."""
-    told = ("id", "name", "kind", "axis", "heads", "head_dim", "n_queries", "n_keys", "windowed", "scale", "bias")
+    keys = ("id", "name", "kind", "axis", "heads", "head_dim", "n_queries", "n_keys", "windowed", "scale", "bias")
     return {
         "model": scan.model,
         "frontend": scan.frontend,
-        "sites": [{key: getattr(site, key) for key in told} | {"supported": said(supported[site.id])} for site in scan],
+        "sites": [{key: getattr(site, key) for key in keys} | {"supported": said(supported[site.id])} for site in scan],
         "near_misses": [{"anchor": m.anchor, "reason": m.code, "detail": m.sentence} for m in scan.near_misses],
     }
 

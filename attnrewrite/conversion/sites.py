@@ -58,7 +58,7 @@ def require_some(
 
 
 def _by_reason(fates: Mapping[str, Refusal | None]) -> str:
-    """'site0, site2, ...: why; site1: why', each reason told once."""
+    """'site0, site2, ...: why; site1: why', each reason once."""
     sites_by_reason: dict[str, list[str]] = {}
     for site, reason in fates.items():
         sites_by_reason.setdefault(str(reason), []).append(site)

@@ -220,7 +220,7 @@ def load_images(data: "str | Path | Images | Iterable", skip_bad: bool = False) 
     An `.npz` holds `x` uint8 [N, H, W] or [N, H, W, C] and optionally integer labels `y` [N]. An iterable (a list, a
     tensor, a DataLoader) gives tensors, or (tensor, label) pairs: float ones [C, H, W] or [B, C, H, W] are the model's
     inputs as they stand, uint8 ones are pictures to be normalised. Raises InputError for what cannot be read; with
-    `skip_bad`, damaged files of a folder are left out instead, and told in `skipped`.
+    `skip_bad`, damaged files of a folder are left out instead, and named in `skipped`.
     """
     if isinstance(data, Images):
         return data

@@ -114,7 +114,7 @@ def _deviations() -> float:
 
 
 def _temperature(logits: Tensor, labels: np.ndarray) -> float:
-    """What to divide the logits by for the labels to be the likeliest."""
+    """What to divide the logits [n, classes] by for the labels [n] to be the likeliest (Guo et al. 2017)."""
     from scipy.optimize import minimize_scalar
 
     wanted = torch.from_numpy(labels)
