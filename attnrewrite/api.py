@@ -7,30 +7,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Group
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from attnrewrite.calibration.stages import HELD_OUT_SHARE
-from attnrewrite.conversion.convert import Conversion, convert_source, deployed
+from attnrewrite.conversion.convert import convert_source
+from attnrewrite.conversion.record import REPORT_FILE, Conversion, deployed
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.evaluation import records
-from attnrewrite.evaluation.accuracy import Evaluation, evaluate_modules
+from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
 from attnrewrite.files import staged, write_file
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import Source, examine_onnx, load_source
-from attnrewrite.images.dataset import Files, Images, load_images
-from attnrewrite.images.decode import check_whole
+from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.pages.comparison import comparison_page, comparison_table
 from attnrewrite.passes.fx.signature import is_open
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import scan
-from attnrewrite.progress import Progress
-from attnrewrite.selection.budget import requested
-from attnrewrite.site import Scan
+from attnrewrite.plan import Placement, Plan
+from attnrewrite.request import Budget, Calibration, Execution, Progress
+from attnrewrite.selection.problem import requested
+from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.targets.base import Artifact, get_target
 from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, variants
@@ -105,40 +104,11 @@ def convert(
         CheckFailedError: a result does not agree with its reference.
         InputError: anything given cannot be used.
     """
-    chosen = requested(
-        variant, options, max_drop=max_drop, max_latency=max_latency, target=target, candidates=candidates,
-        calibrated=calibration is not None, threads=threads,
-    )  # fmt: skip
-    loaded = _load(source, example_inputs, **how)
-    given = None if calibration is None else load_images(calibration)
-    check_calibration(loaded, given, samples, steps, seed)
-    images = None if given is None else given.sample(samples, seed)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    torch.manual_seed(seed)
-    folder = None if state is None else Path(state)
-    return convert_source(
-        loaded, chosen, images=images, keep=keep, steps=steps, seed=seed, state=folder, progress=progress
-    )
-
-
-def check_calibration(source: Source, images: Images | None, samples: int, steps: int, seed: int) -> None:
-    """Raise InputError, before any work, where `source` cannot be calibrated as `convert` was asked."""
-    if steps < 0:
-        raise InputError(f"{steps} steps: distillation takes 0 steps (none) or more")
-    if images is None:
-        if steps:
-            raise InputError(f"--steps {steps} distils on images, and none are given: add --calibrate DATA")
-        return
-    images.check(source.preprocessing, source.input_size)
-    drawn = images.sample(samples, seed)
-    if len(drawn) < HELD_OUT_SHARE:
-        raise InputError(
-            f"calibration has {len(drawn)} of the {HELD_OUT_SHARE} images that it needs at least, as one in "
-            f"{HELD_OUT_SHARE} is held out to see what helps: give more (--calibrate, --samples), better some hundreds"
-        )
-    if isinstance(drawn.x, Files):
-        check_whole(drawn.x.paths, drawn.x.name)
+    budget = Budget(max_drop, max_latency, target, candidates or ())  # type: ignore[arg-type]
+    request = Calibration(calibration, samples, steps)
+    execution = Execution(seed, threads, progress, None if state is None else Path(state))
+    chosen = requested(variant, options, budget, calibrated=calibration is not None)
+    return convert_source(_load(source, example_inputs, **how), chosen, request, execution, keep)
 
 
 def evaluate(
@@ -149,7 +119,7 @@ def evaluate(
     batch_size: int | None = None,
     progress: Progress | None = None,
     **how: Any,
-) -> dict[str, Evaluation]:
+) -> dict[str, records.Evaluation]:
     """Top-1 of a model and, where there is an original, its agreement with it. The model asked for comes last.
 
     The original of a converted folder is loaded again from where it came.
@@ -247,16 +217,34 @@ def runnable(source: Source) -> nn.Module:
 
 
 def sites_of(model: Model, loaded: Source) -> tuple[dict[str, Any], ...]:
-    """What stands at each site of a model: from its conversion where it is one, else as found."""
+    """What stands at each site of a model: by the plan of its conversion where it is one, else softmax as found."""
     if isinstance(model, Conversion):
         return tuple(model.report["sites"])
-    if loaded.folder is not None:
-        return tuple(json.loads((loaded.folder / "report.json").read_text())["sites"])
-    found = explain(loaded)
-    told = ("id", "name", "heads", "head_dim", "n_queries", "n_keys")
-    return tuple(
-        {key: getattr(site, key) for key in told} | {"variant": "softmax", "note": None} for site in found.sites
-    )
+    found = tuple(_site(site, site.id, "softmax") for site in explain(loaded).sites)
+    return found if loaded.folder is None else _planned_sites(loaded.folder, found)
+
+
+def _planned_sites(folder: Path, found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The sites of a converted folder: those of its plan, and those of `found` that the plan leaves as they were.
+
+    Sites are numbered in the order of the original's graph: the numbers that the plan does not take are the others', in
+    their order. The remarks are the report's, which alone has them.
+    """
+    replaced = [_site(each, each.site, each.variant.name) for each in Plan.load(folder).placements]
+    names = {site["name"] for site in replaced}  # exact rows of a form are found again, under their site's name
+    kept = [site for site in found if site["name"] not in names]
+    taken = {site["id"] for site in replaced}
+    free = [name for name in (f"site{n}" for n in range(len(replaced) + len(kept))) if name not in taken]
+    sites = replaced + [{**site, "id": name} for site, name in zip(kept, free, strict=False)]
+    report = json.loads((folder / REPORT_FILE).read_text())
+    notes = {site["id"]: site["note"] for site in report["sites"]}
+    ordered = sorted(sites, key=lambda site: int(site["id"].removeprefix("site")))
+    return tuple({**site, "note": notes.get(site["id"])} for site in ordered)
+
+
+def _site(site: AttentionSite | Placement, site_id: str, variant: str) -> dict[str, Any]:
+    sizes = {key: getattr(site, key) for key in ("heads", "head_dim", "n_queries", "n_keys")}
+    return {"id": site_id, "name": site.name, **sizes, "variant": variant, "note": None}
 
 
 def _load(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Source:

@@ -77,6 +77,7 @@ class Plan:
             raise InputError(
                 f"{folder / WEIGHTS_FILE}: cannot be read as safetensors ({error}); convert again"
             ) from error
+        tensors = {_of_today(name): tensor for name, tensor in tensors.items()}
         placements = tuple(
             Placement(
                 entry.site, entry.name, get_variant(entry.variant, entry.options), entry.heads, entry.head_dim,
@@ -114,6 +115,11 @@ def misfit(plan: Plan, scan: Scan) -> Refusal | None:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 24 else f"{text[:24]}..."
+
+
+def _of_today(name: str) -> str:
+    """The name of a plan's tensor: version 0.1.0 wrote `.recut.` where a form's maps of query and key now stand."""
+    return name.replace(".recut.", ".qk_maps.") if name.startswith("sites.") else name
 
 
 class _Entry(BaseModel):

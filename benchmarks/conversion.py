@@ -25,11 +25,13 @@ from torch.fx import GraphModule
 
 from attnrewrite.calibration.distill import Distillation, SiteDistillation
 from attnrewrite.calibration.fit import Fit
-from attnrewrite.calibration.stage import Calibration, Stage
+from attnrewrite.calibration.stage import Stage, StageInput
 from attnrewrite.calibration.stages import Copy, split
-from attnrewrite.conversion.convert import Conversion, convert_source, deployed
-from attnrewrite.evaluation.accuracy import Evaluation, evaluate_modules
+from attnrewrite.conversion.convert import convert_source
+from attnrewrite.conversion.record import Conversion, deployed
+from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.latency import environment
+from attnrewrite.evaluation.records import Evaluation
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source, load_source
 from attnrewrite.images.dataset import Images, load_images
@@ -38,7 +40,8 @@ from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.plan import Placement, Plan
-from attnrewrite.selection.budget import requested
+from attnrewrite.request import Budget, Calibration, Execution
+from attnrewrite.selection.problem import requested
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
 
@@ -71,12 +74,11 @@ class Bench:
         sites = [s for s in scan(FxGraph(self.captured.module), self.source.name).sites if variant.refuse(s) is None]
         return sum(map(variant.multiplies, sites)) / sum(map(get_variant("softmax").multiplies, sites))
 
-    def given(self, variant: Variant, seed: int) -> Calibration:
+    def given(self, variant: Variant, seed: int) -> StageInput:
         images = self.calibration.sample(self.samples, seed)
-        fitted, apart = split(images)
-        how = self.source.preprocessing, self.source.input_size, self.captured.fixed_batch or 64
+        pool = Pool(images, self.source.preprocessing, self.source.input_size, self.captured.fixed_batch or 64)
         teacher = self.student(get_variant("softmax"))
-        return Calibration(teacher, self.student(variant), Pool(fitted, *how), Pool(apart, *how), seed)
+        return StageInput(teacher, self.student(variant), *split(pool), Execution(seed))
 
     @cached_property
     def wanted(self) -> Tensor:
@@ -110,9 +112,8 @@ class Bench:
     def auto(self, candidates: str, max_drop: float, seed: int) -> tuple[Conversion, Evaluation, float, float]:
         """A selection within `max_drop`: the conversion, what it does on the test images, points lost and seconds."""
         started = time.perf_counter()
-        images = self.calibration.sample(self.samples, seed)
-        asked = requested("auto", max_drop=max_drop, candidates=candidates.split(","))
-        done = convert_source(self.source, asked, images=images, seed=seed)
+        asked = requested("auto", budget=Budget(max_drop=max_drop, candidates=tuple(candidates.split(","))))
+        done = convert_source(self.source, asked, Calibration(self.calibration, self.samples), Execution(seed))
         seconds = time.perf_counter() - started
         found = evaluate_modules(
             {"original": done.original, "auto": deployed(done.module)}, self.test, self.source.preprocessing,
@@ -122,7 +123,7 @@ class Bench:
         assert found["auto"].top1 is not None
         return done, found["auto"], found["original"].top1 - found["auto"].top1, seconds
 
-    def figures(self, given: Calibration, seconds: float) -> tuple[float, float, float]:
+    def figures(self, given: StageInput, seconds: float) -> tuple[float, float, float]:
         assert self.test.y is not None, "the test images need labels"
         labels = torch.as_tensor(self.test.y)
         found = self.answers(given.student)

@@ -33,8 +33,8 @@ MODULES = {
 # Rooms, lowest first: a module may import its own room and those on floors below it. A room is a folder; the files at
 # the root of the package are rooms of their own.
 FLOORS = (
-    ("errors", "progress"),
-    ("site",),
+    ("errors",),
+    ("request", "site"),
     ("files", "plugins", "patterns"),
     ("images", "patterns.fx", "patterns.onnx", "variants.parts"),
     ("variants",),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_vits import Encoder
 
 import attnrewrite as ar
@@ -83,3 +84,17 @@ def test_an_unknown_variant_in_a_plan_is_an_error_with_the_nearest_name(
     (tmp_path / PLAN_FILE).write_text(json.dumps(document))
     with pytest.raises(InputError, match="did you mean 'l1'"):
         Plan.load(tmp_path)
+
+
+def test_a_plan_of_version_0_1_0_loads(tmp_path: Path) -> None:
+    """It called the maps of query and key `recut`."""
+    torch.manual_seed(0)
+    done = ar.convert(Encoder(), (torch.randn(2, 3, 16, 16),), variant="relu-linear")
+    done.plan.save(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS_FILE)
+    old = {name.replace(".qk_maps.", ".recut."): tensor for name, tensor in tensors.items()}
+    assert old.keys() != tensors.keys()
+    save_file(old, tmp_path / WEIGHTS_FILE)
+    x = torch.randn(5, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(FxRewrite(Plan.load(tmp_path))(fresh())(x), done.module(x))

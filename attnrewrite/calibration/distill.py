@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration.fit import Fit, fit_points
-from attnrewrite.calibration.stage import Calibration, distance
+from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.train import Best, Schedule, snapshot, train
 from attnrewrite.images.pool import first_tensor
 from attnrewrite.passes.verify import recorded, rewritten_sites
@@ -28,19 +28,19 @@ class SiteDistillation:
     rate: float = 2e-3
     name: str = "site distillation"
 
-    def run(self, calibration: Calibration) -> tuple[str, ...]:
-        student = calibration.student
-        before, tensors = distance(calibration).loss, snapshot(student)
+    def run(self, given: StageInput) -> tuple[str, ...]:
+        student = given.student
+        before, tensors = distance(given).loss, snapshot(student)
         sites = rewritten_sites(student)
 
         def losses(images: Tensor) -> dict[str, Tensor]:
-            with torch.no_grad(), recorded(calibration.teacher) as calls:
-                calibration.teacher(images)
+            with torch.no_grad(), recorded(given.teacher) as calls:
+                given.teacher(images)
             return {name: relative_squared_error(site(*calls[name][0]), calls[name][1]) for name, site in sites.items()}
 
-        train(self.name, calibration, losses, Schedule(self.steps, self.rate))
-        notes = Fit(forms=False, name=f"{self.name}: fit").run(calibration)
-        if distance(calibration).loss <= before:
+        train(self.name, given, losses, Schedule(self.steps, self.rate))
+        notes = Fit(forms=False, name=f"{self.name}: fit").run(given)
+        if distance(given).loss <= before:
             return notes
         student.load_state_dict(tensors)
         return ("taken back: the held-out images came out no better",)
@@ -62,23 +62,23 @@ class Distillation:
     patience: float = 0.5
     name: str = "distillation"
 
-    def run(self, calibration: Calibration) -> tuple[str, ...]:
-        student = calibration.student
+    def run(self, given: StageInput) -> tuple[str, ...]:
+        student = given.student
         streams = {point.stream.name: point.name for point in fit_points(student)}
-        teacher, own = with_values(calibration.teacher, streams), with_values(student, streams)
+        teacher, own = with_values(given.teacher, streams), with_values(student, streams)
 
         def losses(images: Tensor) -> dict[str, Tensor]:
             with torch.no_grad():
                 wanted, states = teacher(images)
-            given, reached = own(images)
+            found, reached = own(images)
             near = [relative_squared_error(a, b) for a, b in zip(reached, states, strict=True)]
             shares = {
                 name: loss * (self.features / len(streams)) for name, loss in zip(streams.values(), near, strict=True)
             }
-            return {**shares, "the output": output_loss(first_tensor(given), first_tensor(wanted))}
+            return {**shares, "the output": output_loss(first_tensor(found), first_tensor(wanted))}
 
-        best = Best(calibration, self.every, math.ceil(self.patience * self.steps / self.every))
-        train(self.name, calibration, losses, Schedule(self.steps, self.rate), best)
+        best = Best(given, self.every, math.ceil(self.patience * self.steps / self.every))
+        train(self.name, given, losses, Schedule(self.steps, self.rate), best)
         student.load_state_dict(best.tensors)
         return (f"best after {best.step} of {self.steps} steps",)
 
@@ -94,13 +94,15 @@ def with_values(module: GraphModule, names: Collection[str]) -> GraphModule:
 
 
 def relative_squared_error(found: Tensor, wanted: Tensor) -> Tensor:
-    """Squared error over the energy of `wanted` around its mean."""
+    """|found - wanted|^2 / |wanted - mean(wanted)|^2."""
     energy = (wanted - wanted.mean()).square().mean().clamp(min=torch.finfo(wanted.dtype).tiny)
     return (found - wanted).square().mean() / energy
 
 
-def output_loss(given: Tensor, wanted: Tensor) -> Tensor:
-    """Kullback-Leibler divergence [images, classes] in nats an image, else the relative squared error."""
+def output_loss(found: Tensor, wanted: Tensor) -> Tensor:
+    """KL(wanted || found) of logits [images, classes] in nats an image (Hinton et al. 2015, at temperature 1); the
+    relative squared error of any other output.
+    """
     if wanted.dim() != 2 or wanted.shape[1] < 2:
-        return relative_squared_error(given, wanted)
-    return F.kl_div(given.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)
+        return relative_squared_error(found, wanted)
+    return F.kl_div(found.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)

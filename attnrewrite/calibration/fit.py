@@ -13,7 +13,7 @@ from attnrewrite.calibration.branches import Branch, branches
 from attnrewrite.calibration.importance import Importance, importance
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.segments import Segments, rewritten_site, site_heads
-from attnrewrite.calibration.stage import Calibration, distance
+from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.variants.base import Heads
@@ -77,22 +77,22 @@ class Fit:
     ridge: float = 1e-2
     name: str = "fit"
 
-    def run(self, calibration: Calibration) -> tuple[str, ...]:
-        student = calibration.student
-        before = distance(calibration).loss
+    def run(self, given: StageInput) -> tuple[str, ...]:
+        student = given.student
+        before = distance(given).loss
         points = fit_points(student)
         undo: list[Undo] = []
-        where = calibration.images, calibration.processes
-        weights = importance(calibration.teacher, *where)
-        with Segments(calibration.teacher, *where) as teacher, Segments(student, *where) as own:
+        where = given.images, given.processes
+        weights = importance(given.teacher, *where)
+        with Segments(given.teacher, *where) as teacher, Segments(student, *where) as own:
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
-                calibration.report(self.name, done, len(points))
+                given.report(self.name, done, len(points))
                 for segments in (teacher, own):
                     segments.advance(own.order[point.node])
                 undo.append(point.undo())
                 self._fit_point(point, following, teacher, own, weights)
-        calibration.report(self.name, len(points), len(points))
-        kept = _back_off(calibration, undo, before)
+        given.report(self.name, len(points), len(points))
+        kept = _back_off(given, undo, before)
         notes = tuple(_left_out(points))
         if kept == len(points):
             return notes
@@ -186,10 +186,10 @@ def _everyones(part: LeastSquares, processes: Processes, branch: Branch) -> Leas
     return together
 
 
-def _back_off(calibration: Calibration, undo: list[Undo], before: float) -> int:
+def _back_off(given: StageInput, undo: list[Undo], before: float) -> int:
     """Take fits back, from the last on, until the held-out loss is no more than `before`; how many are left."""
     kept = len(undo)
-    while kept and not distance(calibration).loss <= before:
+    while kept and not distance(given).loss <= before:
         kept -= 1
         undo[kept]()
     return kept

@@ -2,7 +2,7 @@
 
 A classifier reads one token, or what a few tokens say of one part of the picture; a fit that weighs all tokens alike
 spends itself on the others. Where the output moves by J r for a change r of a value, E |u J|^2 over random directions u
-of the output is the diagonal of J^T J: the first-order cost of an error there, per unit of its energy.
+of the output is the diagonal of J^T J (Hutchinson 1990): the first-order cost of an error there, by its energy.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What a stage of calibration is given, how far the student is from the teacher, and what is told of a stage."""
+"""What a stage of calibration works on, how far the student is from the teacher, and the record of a stage."""
 
 import resource
 import sys
@@ -13,33 +13,36 @@ from torch.fx import GraphModule
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.resume import State
 from attnrewrite.images.pool import Pool
-from attnrewrite.progress import Progress
+from attnrewrite.request import Execution
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """The two models, the images, and where the work is done.
-
-    Nothing is ever fitted to the held-out images: they only measure, and choose what is kept.
+class StageInput:
+    """What a stage works on: teacher and student, the images that are fitted to, and those held out, which only measure
+    and choose what is kept; how the work is run, and by which processes.
     """
 
     teacher: GraphModule
     student: GraphModule
     images: Pool
     held_out: Pool
-    seed: int = 0
-    progress: Progress | None = None
-    state: State = field(default_factory=State)
+    execution: Execution = field(default_factory=Execution)
     processes: Processes = field(default_factory=Processes)
 
     @cached_property
     def wanted(self) -> Tensor:
-        """The teacher's output on the held-out images."""
+        """The teacher's output on the held-out images, float64 [images, ...]."""
         return self.held_out.outputs(self.teacher, self.processes.device)
 
+    @property
+    def state(self) -> State:
+        """The checkpoints of an interrupted run."""
+        return State(self.execution.state)
+
     def report(self, what: str, done: int, total: int) -> None:
-        if self.progress is not None and self.processes.rank == 0:
-            self.progress(what, done, total)
+        """Progress, told by the first process alone."""
+        if self.processes.rank == 0:
+            self.execution.report(what, done, total)
 
 
 class Stage(Protocol):
@@ -48,8 +51,8 @@ class Stage(Protocol):
     @property
     def name(self) -> str: ...
 
-    def run(self, calibration: Calibration) -> tuple[str, ...]:
-        """Change the student in place; what is worth telling, as sentences.
+    def run(self, given: StageInput) -> tuple[str, ...]:
+        """Change the student in place, and return remarks, a sentence each.
 
         Raises:
             CheckFailedError: a fit or a loss is not finite; the message names the site.
@@ -101,21 +104,21 @@ def stage_report(
     )  # fmt: skip
 
 
-def distance(calibration: Calibration) -> Distance:
+def distance(given: StageInput) -> Distance:
     """How far the student is from the teacher on the held-out images."""
-    wanted = calibration.wanted
-    given = calibration.held_out.outputs(calibration.student, calibration.processes.device)
+    wanted = given.wanted
+    found = given.held_out.outputs(given.student, given.processes.device)
     energy = (wanted - wanted.mean(0)).square().sum().clamp(min=torch.finfo(torch.float32).tiny)
-    error = float((given - wanted).square().sum() / energy)
+    error = float((found - wanted).square().sum() / energy)
     if wanted.dim() != 2 or wanted.shape[1] < 2:
         return Distance(error, None, None)
-    agreement = 100 * float((wanted.argmax(1) == given.argmax(1)).double().mean())
-    return Distance(error, divergence(wanted, given), agreement)
+    agreement = 100 * float((wanted.argmax(1) == found.argmax(1)).double().mean())
+    return Distance(error, divergence(wanted, found), agreement)
 
 
-def divergence(wanted: Tensor, given: Tensor) -> float:
-    """The Kullback-Leibler divergence of logits [images, classes], in nats an image."""
-    gap = wanted.log_softmax(1) - given.log_softmax(1)
+def divergence(wanted: Tensor, found: Tensor) -> float:
+    """The Kullback-Leibler divergence KL(wanted || found) of logits [images, classes], in nats an image."""
+    gap = wanted.log_softmax(1) - found.log_softmax(1)
     return float((wanted.softmax(1) * gap).sum(1).mean())
 
 

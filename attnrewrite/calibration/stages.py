@@ -6,22 +6,19 @@ student. Stages are objects that change the student in place, and compose: each 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
-from torch.fx import GraphModule
 
 from attnrewrite.calibration.distill import Distillation, SiteDistillation
 from attnrewrite.calibration.fit import Fit
-from attnrewrite.calibration.processes import joined_processes, placed
-from attnrewrite.calibration.resume import State
-from attnrewrite.calibration.stage import Calibration, Stage, StageReport, distance, stage_report
-from attnrewrite.errors import CheckFailedError
-from attnrewrite.images.dataset import Images
+from attnrewrite.calibration.processes import placed
+from attnrewrite.calibration.stage import Stage, StageInput, StageReport, distance, stage_report
+from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.pool import Pool
 from attnrewrite.images.preprocessing import Preprocessing, Size
-from attnrewrite.progress import Progress
+from attnrewrite.request import Calibration
 
 HELD_OUT_SHARE = 8  # one image in eight, within these bounds, measures and chooses; the others are fitted
 HELD_OUT_LEAST, HELD_OUT_MOST = 2, 256
@@ -33,56 +30,58 @@ class Copy:
 
     name: str = "copy"
 
-    def run(self, calibration: Calibration) -> tuple[str, ...]:
+    def run(self, given: StageInput) -> tuple[str, ...]:
         return ()
 
 
-def calibrate(
-    teacher: GraphModule,
-    student: GraphModule,
-    *,
-    images: Images,
-    preprocessing: Preprocessing | None,
-    input_size: Size,
-    batch_size: int,
-    steps: int = 0,
-    seed: int = 0,
-    progress: Progress | None = None,
-    state: Path | None = None,
-) -> list[StageReport]:
-    """Calibrate `student` in place on unlabelled images; what each stage did.
+def calibration_images(
+    request: Calibration, preprocessing: Preprocessing | None, input_size: Size, seed: int
+) -> Images | None:
+    """The images that a model of `input_size` (C, H, W) is calibrated with, drawn by the seed and seen to be whole.
+    None where none were asked for.
+
+    Raises:
+        InputError: they cannot be read, do not fit the model, or are too few.
+    """
+    if request.images is None:
+        return None
+    images = load_images(request.images, request.skip_bad)
+    images.check(preprocessing, input_size)
+    drawn = images.sample(request.samples, seed)
+    if len(drawn) < HELD_OUT_SHARE:
+        raise InputError(
+            f"calibration has {len(drawn)} of the {HELD_OUT_SHARE} images that it needs at least, as one in "
+            f"{HELD_OUT_SHARE} is held out to see what helps: give more (--calibrate, --samples), better some hundreds"
+        )
+    return drawn.decoded(preprocessing, input_size)
+
+
+def calibrate(given: StageInput, steps: int = 0) -> list[StageReport]:
+    """Calibrate the student in place on unlabelled images; what each stage did.
 
     Copy and Fit always run; with `steps` of distillation, the sites are distilled first. Deterministic for a seed.
-    Interrupted and called again with the same arguments, it goes on from what lies in the folder `state`. Processes
-    that torchrun started share the work; all end with the same student.
+    Interrupted and called again with the same arguments, it goes on from what lies in the state folder. Several
+    processes share the work; all end with the same student.
 
     Raises:
         CheckFailedError: a fit or a loss is not finite; the message names the site.
-        InputError: the images do not fit the model.
     """
-    images.x.check(preprocessing, input_size)
-    fitted, apart = split(images)
-    how = preprocessing, input_size, batch_size
     stages: tuple[Stage, ...] = (Copy(), Fit())
     if steps:
         stages += (SiteDistillation(), Distillation(steps))
-    processes = joined_processes()
-    with placed(processes.device, teacher, student):
-        calibration = Calibration(
-            teacher, student, Pool(fitted, *how), Pool(apart, *how), seed, progress, State(state), processes
-        )
-        return run(calibration, stages)
+    with placed(given.processes.device, given.teacher, given.student):
+        return run(given, stages)
 
 
-def run(calibration: Calibration, stages: Sequence[Stage]) -> list[StageReport]:
+def run(given: StageInput, stages: Sequence[Stage]) -> list[StageReport]:
     """Run the stages in order. Raises CheckFailedError where a stage leaves the student's output not finite."""
     reports = []
-    before = distance(calibration)
+    before = distance(given)
     for stage in stages:
         start = time.perf_counter()
-        notes = stage.run(calibration)
+        notes = stage.run(given)
         seconds = time.perf_counter() - start
-        after = distance(calibration)
+        after = distance(given)
         if not after.error < float("inf"):
             raise CheckFailedError(f"{stage.name}: NaN or infinity in the model's output; nothing was written")
         reports.append(stage_report(stage.name, seconds, before, after, notes))
@@ -90,14 +89,11 @@ def run(calibration: Calibration, stages: Sequence[Stage]) -> list[StageReport]:
     return reports
 
 
-def split(images: Images) -> tuple[Images, Images]:
+def split(pool: Pool) -> tuple[Pool, Pool]:
     """The images to fit, and those held out; the same ones for both, where there are too few to do without."""
-    if len(images) < HELD_OUT_SHARE:
-        return images, images
-    held = min(HELD_OUT_MOST, max(HELD_OUT_LEAST, len(images) // HELD_OUT_SHARE))
-    indices = np.arange(len(images))
-    return _take(images, indices[held:]), _take(images, indices[:held])
-
-
-def _take(images: Images, indices: np.ndarray) -> Images:
-    return replace(images, x=images.x[indices], y=None)
+    count = len(pool.images)
+    if count < HELD_OUT_SHARE:
+        return pool, pool
+    held = min(HELD_OUT_MOST, max(HELD_OUT_LEAST, count // HELD_OUT_SHARE))
+    indices = np.arange(count)
+    return pool.take(indices[held:]), pool.take(indices[:held])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.resume import resume_key
-from attnrewrite.calibration.stage import Calibration, distance
+from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.augment import mixed, moved
 
@@ -21,7 +21,9 @@ SAVE_EVERY = 20  # steps between checkpoints
 
 @dataclass(frozen=True)
 class Schedule:
-    """`steps` of Adam, a batch each; the learning rate rises to `rate` and falls to zero along a cosine."""
+    """`steps` of Adam, a batch each; the learning rate rises to `rate` over the first tenth of them and falls to zero
+    along a cosine (Loshchilov and Hutter 2017, without restarts).
+    """
 
     steps: int
     rate: float
@@ -43,20 +45,20 @@ class Best:
     there may be.
     """
 
-    def __init__(self, calibration: Calibration, every: int, patience: int) -> None:
-        self.calibration, self.every, self.patience = calibration, every, patience
-        self.loss, self.step, self.waited = distance(calibration).loss, 0, 0
-        self.tensors = snapshot(calibration.student)
+    def __init__(self, given: StageInput, every: int, patience: int) -> None:
+        self.given, self.every, self.patience = given, every, patience
+        self.loss, self.step, self.waited = distance(given).loss, 0, 0
+        self.tensors = snapshot(given.student)
 
     def goes_on(self, step: int, last: bool) -> bool:
         """Look, where it is time to after `step` steps; whether to train on."""
         if step % self.every and not last:
             return True
         self.waited += 1
-        loss = distance(self.calibration).loss
+        loss = distance(self.given).loss
         if loss < self.loss:
             self.loss, self.step, self.waited = loss, step, 0
-            self.tensors = snapshot(self.calibration.student)
+            self.tensors = snapshot(self.given.student)
         return self.waited <= self.patience
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,7 +69,7 @@ class Best:
         self.tensors = state["tensors"]
 
 
-def train(name: str, calibration: Calibration, losses: Losses, schedule: Schedule, best: Best | None = None) -> None:
+def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, best: Best | None = None) -> None:
     """Minimise the sum of `losses` over the calibration images; with `best`, until that has waited enough.
 
     `losses` gets this process' share of each batch; gradients are averaged. Every step draws its images from the seed
@@ -76,38 +78,38 @@ def train(name: str, calibration: Calibration, losses: Losses, schedule: Schedul
     Raises:
         CheckFailedError: a loss is not finite: the message names which.
     """
-    student = calibration.student
+    student = given.student
     parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=schedule.rate)
     parts: dict[str, Any] = {"student": student, "optimizer": optimizer} | ({"best": best} if best else {})
-    key = resume_key(student.state_dict().values(), name, schedule, calibration.seed, calibration.processes.size)
-    begin, goes_on = _resume(name, calibration, key, parts)
+    key = resume_key(student.state_dict().values(), name, schedule, given.execution.seed, given.processes.size)
+    begin, goes_on = _resume(name, given, key, parts)
     for step in range(begin, schedule.steps):
         if not goes_on:
             break
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate_at(step)
-        with calibration.processes.autocast():
-            found = losses(calibration.processes.part(draw(calibration, step)).to(calibration.processes.device))
+        with given.processes.autocast():
+            found = losses(given.processes.part(draw(given, step)).to(given.processes.device))
         _check_finite(name, found)
         optimizer.zero_grad()
         torch.stack(list(found.values())).sum().backward()
-        _average_gradients(parameters, calibration.processes)
+        _average_gradients(parameters, given.processes)
         nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
         optimizer.step()
         done = step + 1
         goes_on = best is None or best.goes_on(done, done == schedule.steps)
-        calibration.report(name, done, schedule.steps)
+        given.report(name, done, schedule.steps)
         if done % SAVE_EVERY == 0 or done == schedule.steps or not goes_on:
             state = {part: holder.state_dict() for part, holder in parts.items()}
-            if calibration.processes.rank == 0:
-                calibration.state.save(name, key, {"step": done, "goes_on": goes_on, **state})
+            if given.processes.rank == 0:
+                given.state.save(name, key, {"step": done, "goes_on": goes_on, **state})
 
 
-def _resume(name: str, calibration: Calibration, key: str, parts: Mapping[str, Any]) -> tuple[int, bool]:
+def _resume(name: str, given: StageInput, key: str, parts: Mapping[str, Any]) -> tuple[int, bool]:
     """Take up the checkpoint of this very training, where there is one: the steps done, and whether to go on."""
-    processes = calibration.processes
-    found = processes.from_owner(calibration.state.load(name, key) if processes.rank == 0 else None, 0)
+    processes = given.processes
+    found = processes.from_owner(given.state.load(name, key) if processes.rank == 0 else None, 0)
     if found is None:
         return 0, True
     for part, holder in parts.items():
@@ -131,10 +133,10 @@ def snapshot(student: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in student.state_dict().items()}
 
 
-def draw(calibration: Calibration, step: int) -> Tensor:
+def draw(given: StageInput, step: int) -> Tensor:
     """The images of a step, mirrored, moved and mixed in pairs: the teacher answers for whatever it is shown."""
-    generator = torch.Generator().manual_seed(calibration.seed * 1_000_003 + step)
-    pool = calibration.images
+    generator = torch.Generator().manual_seed(given.execution.seed * 1_000_003 + step)
+    pool = given.images
     images = pool.draw(torch.randint(len(pool.images), (pool.batch_size,), generator=generator))
     return mixed(moved(images, generator), generator)
 

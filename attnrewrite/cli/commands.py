@@ -5,48 +5,36 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnrewrite.cli.app import app, command
 from attnrewrite.cli.explain import explain
-from attnrewrite.cli.images import SkipBad, read_images
-from attnrewrite.cli.options import BudgetOptions, ModelOptions, RunOptions
-from attnrewrite.cli.output import Outcome, bars, conversion_table, evaluation_table, table
+from attnrewrite.cli.options import ModelOptions, OutputOptions, RunOptions, SkipBad, SourceName, VariantOptions
+from attnrewrite.cli.output import Outcome, bars, conversion_table, evaluation_table, say, table
 from attnrewrite.errors import InputError
 from attnrewrite.files import check_apart, check_free, staged
+from attnrewrite.request import Budget, Calibration
+from attnrewrite.site import Scan
 
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help="The model: see attnrewrite --help.", show_default=False)]
-Out = Annotated[Path, typer.Option(help="A folder to write, which must not exist yet.", show_default=False)]
-Force = Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")]
+if TYPE_CHECKING:  # what these need takes seconds to import: help and usage errors do without
+    from attnrewrite.frontends.sources import Source
+    from attnrewrite.images.dataset import Images
+    from attnrewrite.selection.problem import Auto
+    from attnrewrite.targets.base import Availability
+    from attnrewrite.variants.base import Variant
 
 
 @command("attnrewrite convert model.py:vit --checkpoint vit.pth --calibrate images/ --variant l1 --out out/vit")
 def convert(
-    source: Source,
-    out: Out,
+    source: SourceName,
+    output: OutputOptions,
     model: ModelOptions,
-    budget: BudgetOptions,
+    chosen: VariantOptions,
+    calibration: Calibration,
+    budget: Budget,
     run: RunOptions,
-    variant: Annotated[
-        str,
-        typer.Option(help="The attention to put in: see attnrewrite variants; or auto: the right one at each site."),
-    ] = "l1",
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the variant; may be repeated.")
-    ] = None,
-    calibrate: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Images to repair the accuracy with: a folder or an .npz.")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many of those images to use.")] = 1000,
-    steps: Annotated[int, typer.Option(min=0, help="Steps of distillation after the closed-form fit.")] = 0,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SITE", help="A site to leave as it is, or a pattern (decoder.*); may be repeated."),
-    ] = None,
-    skip_bad: SkipBad = False,
-    force: Force = False,
 ) -> Outcome:
     """Replace a model's attention, carry its weights over and, with --calibrate, repair the accuracy without labels.
 
@@ -56,41 +44,34 @@ def convert(
     With --variant auto, each site gets the variant that the budget allows: --max-drop 0.5 bounds what is lost, and
     --max-latency 0.7 --for host the time. What was measured is in report.json and, as a picture, in report.html.
     """
-    from attnrewrite.selection.budget import requested
+    from attnrewrite import api
+    from attnrewrite.calibration.stages import calibration_images
+    from attnrewrite.conversion.convert import convert_source
+    from attnrewrite.selection.problem import requested
 
-    check_free(out, force=force)
-    check_apart(out, _paths(source, calibrate, model.checkpoint))
-    options = _key_values(option or [])
-    chosen = requested(variant, options, **asdict(budget), calibrated=calibrate is not None)
-    images = read_images(calibrate, skip_bad) if calibrate else None
-    api, loaded = _api(run), _load(source, model)
-    api.check_calibration(loaded, images, samples, steps, run.seed)
+    out = output.out
+    check_free(out, force=output.force)
+    check_apart(out, _paths(source, calibration.images, model.checkpoint))
+    options, keep = _key_values(chosen.option or []), chosen.keep or ()
+    variant = requested(chosen.variant, options, budget, calibrated=calibration.images is not None)
+    if calibration.images is not None:
+        calibration = replace(calibration, images=_images(calibration.images, calibration.skip_bad))
+    loaded = _load(source, model, run)
     if run.dry_run:
-        return _planned(api.explain(loaded), chosen, keep or (), out)
+        calibration_images(calibration, loaded.preprocessing, loaded.input_size, run.execution.seed)
+        return _planned(api.explain(loaded), variant, keep, out)
     state = out.with_name(f".{out.name}.calibration")
     with bars() as progress:
-        conversion = api.convert(
-            loaded,
-            variant=variant,
-            options=options,
-            **asdict(budget),
-            calibration=images,
-            samples=samples,
-            steps=steps,
-            keep=keep or (),
-            seed=run.seed,
-            threads=run.threads,
-            state=state,
-            progress=progress,
-        )
-    conversion.save(out, force=force)
+        execution = replace(run.execution, progress=progress, state=state)
+        conversion = convert_source(loaded, variant, calibration, execution, keep)
+    conversion.save(out, force=output.force)
     shutil.rmtree(state, ignore_errors=True)
     return Outcome({**conversion.report, "out": str(out)}, conversion_table(conversion.report, out))
 
 
 @command("attnrewrite evaluate out/vit --data test.npz")
 def evaluate(
-    source: Source,
+    source: SourceName,
     data: Annotated[str, typer.Option(help="A folder of images or an .npz with x and y.", show_default=False)],
     model: ModelOptions,
     run: RunOptions,
@@ -101,10 +82,11 @@ def evaluate(
     skip_bad: SkipBad = False,
 ) -> Outcome:
     """Measure top-1 accuracy and, for a converted model, how often it agrees with the original."""
+    from attnrewrite import api
 
-    images = read_images(data, skip_bad)
-    images = images.sample(samples, run.seed) if samples else images
-    api, loaded = _api(run), _load(source, model)
+    images = _images(data, skip_bad)
+    images = images.sample(samples, run.execution.seed) if samples else images
+    loaded = _load(source, model, run)
     images.check(loaded.preprocessing, loaded.input_size)
     if run.dry_run:
         return _would(f"evaluate {source} on {len(images)} images", source=source, n=len(images))
@@ -117,23 +99,24 @@ def evaluate(
 
 @command("attnrewrite lower out/vit --target arm-cpu --out out/arm")
 def lower(
-    source: Source,
+    source: SourceName,
     target: Annotated[str, typer.Option(help="What to lower for: see attnrewrite targets.", show_default=False)],
-    out: Out,
+    output: OutputOptions,
     model: ModelOptions,
     run: RunOptions,
-    force: Force = False,
 ) -> Outcome:
     """Lower a model for a target and check the artifact against the model."""
+    from attnrewrite import api
     from attnrewrite.targets.base import get_target
 
-    check_free(out, force=force)
+    out = output.out
+    check_free(out, force=output.force)
     check_apart(out, _paths(source, model.checkpoint))
     get_target(target).require_build()
-    api, loaded = _api(run), _load(source, model)
+    loaded = _load(source, model, run)
     if run.dry_run:
         return _would(f"lower {source} for {target} to {out}", source=source, target=target, out=str(out))
-    artifact = api.lower(loaded, target, out, force=force, threads=run.threads)
+    artifact = api.lower(loaded, target, out, force=output.force, threads=run.execution.threads)
     data = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(artifact).items()}
     return Outcome(data, f"{artifact.path}: {', '.join(artifact.files)} (checked: {artifact.check})")
 
@@ -145,28 +128,28 @@ def compare(
         typer.Argument(metavar="[NAME=]SOURCE...", help="The models, the original first.", show_default=False),
     ],
     target: Annotated[list[str], typer.Option(help="See attnrewrite targets; may be repeated.", show_default=False)],
-    out: Out,
+    output: OutputOptions,
     model: ModelOptions,
     run: RunOptions,
     data: Annotated[str | None, typer.Option(help="Images, to compare the accuracy as well.")] = None,
     skip_bad: SkipBad = False,
-    force: Force = False,
 ) -> Outcome:
     """Compare models on targets: latency where this machine can measure it, size, error and accuracy.
 
     Writes report.json and report.html to the output folder.
     """
+    from attnrewrite import api
     from attnrewrite.targets.base import get_target
 
-    check_free(out, force=force)
+    out = output.out
+    check_free(out, force=output.force)
     check_apart(out, _paths(*_named(sources).values(), data, model.checkpoint))
     for name in target:
         get_target(name)
-    images = read_images(data, skip_bad) if data else None
-    api = _api(run)
+    images = _images(data, skip_bad) if data else None
     named = _named(sources)
     models = {
-        name: _load(source, _only_if_built(source, model, list(named.values()))) for name, source in named.items()
+        name: _load(source, _only_if_built(source, model, list(named.values())), run) for name, source in named.items()
     }
     if images is not None:
         for loaded in models.values():
@@ -174,8 +157,8 @@ def compare(
     if run.dry_run:
         return _would(f"compare {', '.join(models)} on {', '.join(target)}", models=list(models), targets=target)
     with bars() as progress:
-        found = api.compare(models, targets=target, data=images, threads=run.threads, progress=progress)
-    with staged(out, force=force) as folder:
+        found = api.compare(models, targets=target, data=images, threads=run.execution.threads, progress=progress)
+    with staged(out, force=output.force) as folder:
         found.to_json(folder / "report.json")
         found.to_html(folder / "report.html")
     return Outcome(found.to_dict(), found.to_table(), note=f"written: {out / 'report.html'}")
@@ -216,27 +199,29 @@ def targets(run: RunOptions) -> Outcome:
     return Outcome({"targets": listed, "unusable": unusable()}, table(None, columns, rows))
 
 
-def _able(availability: Any) -> dict[str, bool | str]:
+def _able(availability: "Availability") -> dict[str, bool | str]:
     refusals = {"build": availability.build, "measure": availability.measure}
     return {key: True if refusal is None else refusal.sentence for key, refusal in refusals.items()}
 
 
-def _api(run: RunOptions) -> Any:
-    """attnrewrite.api, with torch on the threads and the seed that were asked for."""
-    import torch
-
-    from attnrewrite import api
-
-    torch.manual_seed(run.seed)
-    if run.threads is not None:
-        torch.set_num_threads(run.threads)
-    return api
-
-
-def _load(source: str, model: ModelOptions) -> Any:
+def _load(source: str, model: ModelOptions, run: RunOptions) -> "Source":
+    """The model. Torch is seeded first, as a factory may draw its weights at random."""
     from attnrewrite.frontends.sources import load_source
 
+    run.execution.apply()
     return load_source(source, **asdict(model))
+
+
+def _images(data: str, skip_bad: bool) -> "Images":
+    """The images of a folder or an .npz; those left out as damaged are counted and named on standard error."""
+    from attnrewrite.images.dataset import load_images
+    from attnrewrite.images.decode import named
+
+    images = load_images(data, skip_bad)
+    if images.skipped:
+        count = f"{len(images.skipped)} of {len(images.skipped) + len(images)}"
+        say(f"attnrewrite: {data}: {count} images are damaged and left out: {named(images.skipped)}")
+    return images
 
 
 def _only_if_built(source: str, model: ModelOptions, beside: Sequence[str]) -> ModelOptions:
@@ -245,7 +230,7 @@ def _only_if_built(source: str, model: ModelOptions, beside: Sequence[str]) -> M
     return replace(model, checkpoint=None, input_size=None) if saved[source] and not all(saved.values()) else model
 
 
-def _planned(scan: Any, variant: Any, keep: Sequence[str], out: Path) -> Outcome:
+def _planned(scan: Scan, variant: "Variant | Auto", keep: Sequence[str], out: Path) -> Outcome:
     """What convert would do at each site."""
     from attnrewrite.conversion.sites import fates_of, kept_sites
 

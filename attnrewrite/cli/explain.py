@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnrewrite.cli.app import command
-from attnrewrite.cli.options import ModelOptions, RunOptions
+from attnrewrite.cli.options import ModelOptions, RunOptions, SourceName
 from attnrewrite.cli.output import Outcome, table
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.files import check_free_file, write_file
 from attnrewrite.pages.render import check_pages
+from attnrewrite.site import AttentionSite, Scan
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
-
-    from attnrewrite.site import AttentionSite, Scan
 
 Supported = Mapping[str, Mapping[str, Refusal | None]]  # for each site id, what each variant says of it
 _INDENT = 6  # of what a terminal wraps
@@ -26,9 +25,7 @@ _INDENT = 6  # of what a terminal wraps
 
 @command("attnrewrite explain timm:vit_tiny_patch16_224 --graph graph.html")
 def explain(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="The model: see attnrewrite --help.", show_default=False)
-    ],
+    source: SourceName,
     model: ModelOptions,
     run: RunOptions,
     graph: Annotated[
@@ -48,13 +45,9 @@ def explain(
     With --image and --maps, a folder that convert wrote is shown beside the model it was made from.
     """
     _check_pages(graph, image, maps, force=force)
-    import torch
-
     from attnrewrite import api
 
-    torch.manual_seed(run.seed)
-    if run.threads is not None:
-        torch.set_num_threads(run.threads)
+    run.execution.apply()
     view, scan = api.examine(source, **asdict(model))
     supported = api.supported(scan)
     nothing = f"attnrewrite: nothing matched: {scan.model} holds no attention that can be rewritten"
@@ -100,13 +93,13 @@ def _written(out: Path, text: str, run: RunOptions, *, force: bool) -> str:
     return f"written: {out}"
 
 
-def scan_data(scan: "Scan", supported: Supported) -> dict[str, Any]:
+def scan_data(scan: Scan, supported: Supported) -> dict[str, Any]:
     """A scan as `explain --json` prints it."""
-    told = ("id", "name", "kind", "axis", "heads", "head_dim", "n_queries", "n_keys", "windowed", "scale", "bias")
+    keys = ("id", "name", "kind", "axis", "heads", "head_dim", "n_queries", "n_keys", "windowed", "scale", "bias")
     return {
         "model": scan.model,
         "frontend": scan.frontend,
-        "sites": [{key: getattr(site, key) for key in told} | {"supported": said(supported[site.id])} for site in scan],
+        "sites": [{key: getattr(site, key) for key in keys} | {"supported": said(supported[site.id])} for site in scan],
         "near_misses": [{"anchor": m.anchor, "reason": m.code, "detail": m.sentence} for m in scan.near_misses],
     }
 
@@ -116,7 +109,7 @@ def said(answers: Mapping[str, Refusal | None]) -> dict[str, bool | str]:
     return {name: refusal is None or refusal.sentence for name, refusal in answers.items()}
 
 
-def scan_table(scan: "Scan", supported: Supported) -> "RenderableType":
+def scan_table(scan: Scan, supported: Supported) -> "RenderableType":
     """A line for each site and for each near miss, and under the sites what the variants say, each answer once."""
     from rich.console import Group
     from rich.text import Text
@@ -140,7 +133,7 @@ def scan_table(scan: "Scan", supported: Supported) -> "RenderableType":
     return Group(*parts)
 
 
-def _row(site: "AttentionSite", answer: int, windowed: bool) -> list[str]:
+def _row(site: AttentionSite, answer: int, windowed: bool) -> list[str]:
     kind = site.kind + (", over channels" if site.axis == "channel" else "")
     windows = [str(site.windows) if site.windowed else ""] if windowed else []
     heads, tokens = f"{site.heads}x{site.head_dim}", f"{site.n_queries}x{site.n_keys}"
@@ -161,7 +154,7 @@ def _answers(answers: list[tuple[tuple[str, Refusal | None], ...]]) -> Iterator[
             yield Hanging(Text.assemble("    ", ("cannot: ", "yellow"), f"{', '.join(names)} ({reason})"))
 
 
-def _misses(scan: "Scan") -> Iterator["RenderableType"]:
+def _misses(scan: Scan) -> Iterator["RenderableType"]:
     from rich.text import Text
 
     for miss in scan.near_misses:

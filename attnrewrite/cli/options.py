@@ -1,21 +1,29 @@
 """Options that several commands share, and their TOML file.
 
-A command takes a group of options as one dataclass; `flattened` turns the dataclass's fields into options.
+A command takes a group of options as one dataclass, the records of attnrewrite.request among them; `flattened` turns
+the dataclass's fields into options.
 """
 
 import inspect
 import json
 import tomllib
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.request import Budget, Execution, Option
 
-MODEL, RUN, BUDGET = "The model", "The run", "The budget of --variant auto"
+MODEL, RUN = "The model", "The run"
+PANELS = {Execution: RUN, Budget: "The budget of --variant auto"}
+
+SourceName = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="The model: see attnrewrite --help.", show_default=False)
+]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out damaged image files, and name them.")]
 
 
 def _read_config(context: typer.Context, config: Path | None) -> Path | None:
@@ -89,58 +97,38 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class BudgetOptions:
-    """What `--variant auto` may spend, and on what."""
+class VariantOptions:
+    """What is put in, and where nothing is."""
 
-    max_drop: Annotated[
-        float | None,
-        typer.Option(
-            metavar="POINTS",
-            help="Replace what can be replaced for at most so many points of top-1 (of agreement with the original, "
-            "where the images have no labels), promised with 95 % confidence.",
-            rich_help_panel=BUDGET,
-        ),
+    variant: Annotated[
+        str,
+        typer.Option(help="The attention to put in: see attnrewrite variants; or auto: the right one at each site."),
+    ] = "l1"
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the variant; may be repeated.")
     ] = None
-    max_latency: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATIO",
-            help="Come down to this part of the original's time (0.7) and change the output as little as possible.",
-            rich_help_panel=BUDGET,
-        ),
-    ] = None
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            metavar="TARGET",
-            help="Where time is saved: measured, where this machine can, else estimated. See attnrewrite targets.",
-            rich_help_panel=BUDGET,
-        ),
-    ] = None
-    candidates: Annotated[
+    keep: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="WHAT",
-            help="What to choose from: published (the five papers' forms), all, or a variant with its options "
-            "(masked:heads=1); may be repeated. Softmax always is one.",
-            show_default="all",
-            rich_help_panel=BUDGET,
-        ),
+        typer.Option(metavar="SITE", help="A site to leave as it is, or a pattern (decoder.*); may be repeated."),
     ] = None
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The folder that a command writes."""
+
+    out: Annotated[Path, typer.Option(help="A folder to write, which must not exist yet.", show_default=False)]
+    force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")] = False
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """How any command runs and what it prints."""
 
+    execution: Execution = field(default_factory=Execution)
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=RUN)
     ] = False
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn at random.", min=0, rich_help_panel=RUN)] = 0
-    threads: Annotated[
-        int | None, typer.Option(help="How many CPU threads to use.", min=1, rich_help_panel=RUN, show_default="all")
-    ] = None
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.", rich_help_panel=RUN),
@@ -167,30 +155,67 @@ def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
     hints = get_type_hints(function, include_extras=True)
     hints.pop("return", None)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters = []
+    parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if name not in groups:
+        if name in groups:
+            parameters += _options_of(groups[name])
+        else:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        types = get_type_hints(groups[name], include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                annotation=types[field.name],
-            )
-            for field in fields(groups[name])
-        ]
 
     def flat(**values: Any) -> Any:
-        grouped = {
-            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
-        return function(**values, **grouped)
+        built = {name: _built(group, values) for name, group in groups.items()}
+        return function(**values, **built)
 
     flat.__name__, flat.__doc__ = function.__name__, function.__doc__
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat
+
+
+def _options_of(group: Any) -> Iterator[inspect.Parameter]:
+    """A parameter for each field of a dataclass that is an option: annotated here, or with an `Option` of a record's.
+
+    A field that is a dataclass itself gives its own fields; one that is neither keeps its default.
+    """
+    types = get_type_hints(group, include_extras=True)
+    for each in fields(group):
+        hint, spelled = types[each.name], each.metadata.get("option")
+        if is_dataclass(hint):
+            yield from _options_of(hint)
+        elif spelled is not None:
+            yield _option_of(each, hint, spelled, PANELS.get(group))
+        elif get_origin(hint) is Annotated:
+            default = inspect.Parameter.empty if each.default is MISSING else each.default
+            yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _option_of(each: "Field[Any]", hint: Any, spelled: Option, panel: str | None) -> inspect.Parameter:
+    """The parameter of a record's field."""
+    made = typer.Option(
+        *([spelled.flag] if spelled.flag else []),
+        help=spelled.help,
+        metavar=spelled.metavar,
+        min=spelled.min,
+        show_default=spelled.show_default,
+        rich_help_panel=panel,
+    )
+    return inspect.Parameter(
+        spelled.name or each.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=each.default or None if spelled.type else each.default,
+        annotation=Annotated[spelled.type or hint, made],
+    )
+
+
+def _built(group: Any, values: dict[str, Any]) -> Any:
+    """The dataclass of the options in `values`, which are taken out."""
+    types = get_type_hints(group, include_extras=True)
+    given = {}
+    for each in fields(group):
+        spelled = each.metadata.get("option")
+        name = spelled.name or each.name if spelled else each.name
+        if is_dataclass(types[each.name]):
+            given[each.name] = _built(types[each.name], values)
+        elif name in values:
+            given[each.name] = values.pop(name)
+    return group(**given)

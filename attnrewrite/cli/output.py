@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnrewrite.evaluation.records import Evaluation
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-    from attnrewrite.evaluation.accuracy import Evaluation
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _change(stage: Mapping[str, Any], what: str, form: str) -> str:
     return "" if after is None else f"{before:{form}} -> {after:{form}}"
 
 
-def evaluation_table(evaluations: Mapping[str, "Evaluation"]) -> "RenderableType":
+def evaluation_table(evaluations: Mapping[str, Evaluation]) -> "RenderableType":
     columns = {"model": "left", "images": "right", "top-1": "right", "agreement": "right", "logit MSE": "right"}
     rows = [
         [

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnrewrite.errors import NothingMatchedError, Refusal, unknown_name
-from attnrewrite.selection.budget import Auto
+from attnrewrite.selection.problem import Auto
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, option_values
@@ -58,7 +58,7 @@ def require_some(
 
 
 def _by_reason(fates: Mapping[str, Refusal | None]) -> str:
-    """'site0, site2, ...: why; site1: why', each reason told once."""
+    """'site0, site2, ...: why; site1: why', each reason once."""
     sites_by_reason: dict[str, list[str]] = {}
     for site, reason in fates.items():
         sites_by_reason.setdefault(str(reason), []).append(site)

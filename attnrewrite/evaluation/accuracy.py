@@ -1,31 +1,15 @@
 """Accuracy, and agreement with a reference: several models over the same batches, in one pass."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.evaluation.records import Evaluation
 from attnrewrite.images.dataset import Images
 from attnrewrite.images.preprocessing import Preprocessing, Size
-from attnrewrite.progress import Progress
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """How a model did on `n` images, against their labels and against a reference model.
-
-    `top1` is the percentage of images whose highest logit is at their label (None without labels), `agreement` the
-    percentage whose highest logit is where the reference's is, and `logit_mse` the mean of (logit - reference's)^2 over
-    images and classes (both None without a reference, and for the reference itself).
-    """
-
-    model: str
-    n: int
-    top1: float | None
-    agreement: float | None
-    logit_mse: float | None
+from attnrewrite.request import Progress
 
 
 @torch.no_grad()

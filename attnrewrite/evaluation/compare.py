@@ -16,12 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrewrite.errors import AttnRewriteError, InputError, Refusal
-from attnrewrite.evaluation.accuracy import Evaluation, evaluate_modules
+from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.latency import Latency, environment, measure
-from attnrewrite.evaluation.records import Comparison, Quantiles, Row
+from attnrewrite.evaluation.records import Comparison, Evaluation, Quantiles, Row
 from attnrewrite.images.dataset import Images
 from attnrewrite.images.preprocessing import Preprocessing
-from attnrewrite.progress import Progress
+from attnrewrite.request import Progress
 from attnrewrite.targets.base import Artifact, Run, Target, get_target
 
 

@@ -1,4 +1,4 @@
-"""What a comparison found, as data: rows, where they were measured, and the JSON that `compare --json` prints."""
+"""What evaluating and comparing models finds, as data, and the JSON that `compare --json` prints."""
 
 import json
 import math
@@ -10,6 +10,22 @@ from typing import Any, Literal
 from attnrewrite.files import write_file
 
 Status = Literal["measured", "estimated", "unavailable"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a model did on `n` images, against their labels and against a reference model.
+
+    `top1` is the percentage of images whose highest logit is at their label (None without labels), `agreement` the
+    percentage whose highest logit is where the reference's is, and `logit_mse` the mean of (logit - reference's)^2 over
+    images and classes (both None without a reference, and for the reference itself).
+    """
+
+    model: str
+    n: int
+    top1: float | None
+    agreement: float | None
+    logit_mse: float | None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,10 @@ def moved(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def mixed(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Half of them blended with another image of the batch, in a share drawn evenly (mixup)."""
+    """Half of them blended with another image of the batch, in a share drawn evenly (mixup, Zhang et al. 2018).
+
+    images and result: [B, C, H, W].
+    """
     share = torch.rand(len(images), generator=generator)
     share = torch.where(torch.rand(len(images), generator=generator) < 0.5, share, torch.ones(())).reshape(-1, 1, 1, 1)
     return share * images + (1 - share) * images[torch.randperm(len(images), generator=generator)]

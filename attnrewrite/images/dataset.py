@@ -1,5 +1,6 @@
 """Images in: a folder, an .npz or an iterable of tensors, given out as the model's inputs, batch by batch."""
 
+import math
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from attnrewrite.errors import InputError
 from attnrewrite.files import check_file
-from attnrewrite.images.decode import PICTURES, check_picture, is_whole, read_picture
+from attnrewrite.images.decode import PICTURES, DamagedError, check_picture, is_whole, named, read_picture
 from attnrewrite.images.preprocessing import Preprocessing, Size, format_size, image_size, way_to_fit
+
+DECODED_BYTES = 512 << 20  # the most that pictures kept decoded may take: 3,566 of 3x224x224
 
 
 class Pixels(Protocol):
@@ -31,6 +34,9 @@ class Pixels(Protocol):
 
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         """Raise InputError where these images cannot be read as inputs of `size`."""
+
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "Pixels":
+        """The same images, seen to be whole, and in memory where `Images.decoded` says so."""
 
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
         """All of them as the model takes them: float32 [N, *size], unless `preprocessing` says otherwise."""
@@ -53,8 +59,23 @@ class Images:
         """`n` images drawn without repetition (all of them, shuffled, where there are fewer); the same for a seed."""
         if n < 1:
             raise InputError(f"{n} samples: at least one image is needed")
-        chosen = np.random.default_rng(seed).permutation(len(self))[:n]
-        return replace(self, x=self.x[chosen], y=None if self.y is None else self.y[chosen])
+        return self.take(np.random.default_rng(seed).permutation(len(self))[:n])
+
+    def take(self, indices: np.ndarray) -> "Images":
+        """The images at `indices` [n], in that order, with their labels. Pixels in memory are shared, not copied."""
+        return replace(self, x=self.x[indices], y=None if self.y is None else self.y[indices])
+
+    def decoded(self, preprocessing: Preprocessing | None, input_size: Size) -> "Images":
+        """The same images, each picture file read to its end, once.
+
+        Where all of them take at most DECODED_BYTES as uint8 [N, H, W, C] at `input_size`, that is what is kept, and no
+        file is opened again; where they take more, files stay files, which are decoded again when they are read.
+
+        Raises:
+            InputError: `check` raises it, or files are damaged: the message names the first of them.
+        """
+        self.check(preprocessing, input_size)
+        return replace(self, x=self.x.decoded(preprocessing, input_size))
 
     def check(self, preprocessing: Preprocessing | None, input_size: Size) -> None:
         """Raise InputError where the images do not fit `input_size` (C, H, W), or `preprocessing` is missing."""
@@ -81,13 +102,14 @@ class Images:
 
 @dataclass(frozen=True)
 class Array:
-    """uint8 [N, H, W] or [N, H, W, C] in memory."""
+    """uint8 [N, H, W] or [N, H, W, C] in memory; `chosen` are the numbers of those that count, all where it is None."""
 
     values: np.ndarray
     name: str
+    chosen: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.values if self.chosen is None else self.chosen)
 
     @property
     def size(self) -> Size:
@@ -95,7 +117,7 @@ class Array:
         return channels, height, width
 
     def __getitem__(self, indices: np.ndarray) -> "Array":
-        return replace(self, values=self.values[indices])
+        return replace(self, chosen=indices if self.chosen is None else self.chosen[indices])
 
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         if self.size != size:
@@ -105,8 +127,12 @@ class Array:
             )
         _need(preprocessing, self.name)
 
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "Array":
+        return self
+
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
-        pixels = torch.from_numpy(self.values if self.values.ndim == 4 else self.values[..., None])
+        values = self.values if self.chosen is None else self.values[self.chosen]
+        pixels = torch.from_numpy(values if values.ndim == 4 else values[..., None])
         return _need(preprocessing, self.name)(pixels.permute(0, 3, 1, 2))
 
 
@@ -134,6 +160,27 @@ class Files:
             )
         _need(preprocessing, self.name)
 
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "Files | Array":
+        transform = _need(preprocessing, self.name)
+        channels, height, width = size
+        keeps = len(self) * math.prod(size) <= DECODED_BYTES
+        kept = np.empty((len(self) if keeps else 0, height, width, channels), np.uint8)
+        damaged = []
+        for index, path in enumerate(self.paths):
+            try:
+                pixels = read_picture(path, transform, size)
+            except DamagedError:
+                damaged.append(path)
+                continue
+            if keeps:
+                kept[index] = pixels
+        if damaged:
+            raise InputError(
+                f"{self.name}: {len(damaged)} of {len(self)} images are damaged ({named(damaged)}): "
+                "mend them, remove them, or leave them out with --skip-bad"
+            )
+        return Array(kept, self.name) if keeps else self
+
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
         transform = _need(preprocessing, self.name)
         pixels = np.stack([read_picture(path, transform, size) for path in self.paths])
@@ -160,6 +207,9 @@ class Inputs:
         if self.size != size:
             raise InputError(f"the tensors are of {format_size(self.size)} and the model takes {format_size(size)}")
 
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "Inputs":
+        return self
+
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
         return self.values.float()
 
@@ -170,7 +220,7 @@ def load_images(data: "str | Path | Images | Iterable", skip_bad: bool = False) 
     An `.npz` holds `x` uint8 [N, H, W] or [N, H, W, C] and optionally integer labels `y` [N]. An iterable (a list, a
     tensor, a DataLoader) gives tensors, or (tensor, label) pairs: float ones [C, H, W] or [B, C, H, W] are the model's
     inputs as they stand, uint8 ones are pictures to be normalised. Raises InputError for what cannot be read; with
-    `skip_bad`, damaged files of a folder are left out instead, and told in `skipped`.
+    `skip_bad`, damaged files of a folder are left out instead, and named in `skipped`.
     """
     if isinstance(data, Images):
         return data
@@ -222,8 +272,7 @@ def _whole(images: Images) -> Images:
     if not whole.any():
         raise InputError(f"{images.x.name}: all {len(whole)} images are damaged")
     bad = tuple(path for path, good in zip(images.x.paths, whole, strict=True) if not good)
-    kept = np.flatnonzero(whole)
-    return replace(images, x=images.x[kept], y=None if images.y is None else images.y[kept], skipped=bad)
+    return replace(images.take(np.flatnonzero(whole)), skipped=bad)
 
 
 def _from_npz(path: Path) -> Images:

@@ -15,21 +15,16 @@ _NAMED = 5
 _UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises
 
 
+class DamagedError(InputError):
+    """A file that begins as a picture and cannot be read to its end."""
+
+
 def check_picture(path: Path) -> None:
     """Raise InputError unless the file begins as a picture of 8 bits a channel does."""
     try:
         _opened(path).close()
     except _UNREADABLE as error:
         raise InputError(f"{path} is not an image that can be read: mend it, remove it, or --skip-bad") from error
-
-
-def check_whole(paths: Sequence[Path], where: str) -> None:
-    """Raise InputError, with their names, where some of the files cannot be read to their end."""
-    if bad := [path for path in paths if not is_whole(path)]:
-        raise InputError(
-            f"{where}: {len(bad)} of {len(paths)} images are damaged ({named(bad)}): "
-            "mend them, remove them, or leave them out with --skip-bad"
-        )
 
 
 def named(paths: Sequence[Path]) -> str:
@@ -58,13 +53,16 @@ def _opened(path: Path) -> Image.Image:
 
 
 def read_picture(path: Path, transform: Preprocessing, size: Size) -> np.ndarray:
-    """The picture as uint8 [H, W, C] for `size` (C, H, W): resized, keeping its shape, and cropped at the centre."""
+    """The picture as uint8 [H, W, C] for `size` (C, H, W): resized, keeping its shape, and cropped at the centre.
+
+    Raises DamagedError where the file ends too early or holds something else, InputError where its pixels are no bytes.
+    """
     channels, height, width = size
     try:
         with _opened(path) as opened:
             picture = opened.convert("L" if channels == 1 else "RGB")
     except _UNREADABLE as error:
-        raise InputError(f"{path} is damaged ({error}): mend it, remove it, or --skip-bad") from error
+        raise DamagedError(f"{path} is damaged ({error}): mend it, remove it, or --skip-bad") from error
     scaled = _cover(picture.size, (math.floor(width / transform.crop), math.floor(height / transform.crop)))
     if scaled != picture.size:
         picture = picture.resize(scaled, Image.Resampling[transform.interpolation.upper()])

@@ -1,7 +1,9 @@
 """Images as a model's inputs: in batches of one size, in order or drawn at random."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
@@ -23,6 +25,10 @@ class Pool:
         """How many batches there are."""
         return -(-len(self.images) // self.batch_size)
 
+    def take(self, indices: np.ndarray) -> "Pool":
+        """The images at `indices` [n] alone, in that order."""
+        return replace(self, images=self.images.take(indices))
+
     def batch(self, index: int) -> Tensor:
         """Batch `index`, float32 [batch_size, C, H, W]."""
         start = index * self.batch_size
@@ -34,10 +40,15 @@ class Pool:
 
     @torch.no_grad()
     def outputs(self, model: GraphModule, device: str) -> Tensor:
-        """What `model` makes of every image, in float64, each image once where the output follows the batch."""
+        """What `model` makes of every image, float64 [images, ...]."""
+        return self.joined(first_tensor(model(self.batch(index).to(device))) for index in range(len(self)))
+
+    def joined(self, outputs: Iterable[Tensor]) -> Tensor:
+        """The outputs of every batch in order as one tensor, in float64: each image once, without those that filled up
+        the last batch, where the output's first axis is the batch's.
+        """
         found = []
-        for index in range(len(self)):
-            output = first_tensor(model(self.batch(index).to(device)))
+        for index, output in enumerate(outputs):
             left = len(self.images) - index * self.batch_size
             found.append(output[:left] if output.shape[:1] == (self.batch_size,) else output)
         return torch.cat(found).double()

@@ -4,22 +4,25 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from attnrewrite.errors import AttnRewriteError, InputError
 from attnrewrite.evaluation.compare import CompareModel, cost
 from attnrewrite.evaluation.latency import measure
 from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.passes.verify import recorded, rewritten_sites
+from attnrewrite.request import Execution
+from attnrewrite.selection.problem import Extraction
 from attnrewrite.site import AttentionSite
 from attnrewrite.targets.base import Run, Target
 from attnrewrite.targets.devices.host import Host
 from attnrewrite.targets.runners import onnx_runtime
 from attnrewrite.variants.base import Variant
+from attnrewrite.variants.registry import get_variant
 
 ROUNDS, BUDGET_S = 40, 60.0
 WHOLE = "the whole model"
@@ -48,10 +51,11 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What can be timed here for a target: `call` makes a module ready to run in the runtime `name`."""
+class Timer:
+    """How a target is timed here: `prepare` makes a module ready to be called on its inputs in `runtime`."""
 
-    name: str
+    target: str
+    runtime: str
     prepare: Callable[[nn.Module, tuple[Tensor, ...]], Call]
 
     def ratio(self, original: nn.Module, converted: nn.Module, inputs: tuple[Tensor, ...]) -> float:
@@ -61,59 +65,45 @@ class Bench:
         return found["converted"].p50_ms / found["original"].p50_ms
 
 
-def bench(target: Target, threads: int) -> Bench | str:
+def timer_of(target: Target, threads: int) -> Timer | str:
     """How `target` is timed on this machine, or why it cannot be.
 
     On the host that is onnxruntime, where it is installed, else torch; on another target its first runtime that runs.
     """
     if isinstance(target, Host):
         if find_spec("onnxruntime") and find_spec("onnxscript"):
-            return Bench("onnxruntime", lambda module, inputs: onnx_runtime.prepare(module, inputs, threads)[0])
-        return Bench("torch eager", lambda module, inputs: _first_run(target, module, inputs, threads))
+            onnx = lambda module, inputs: onnx_runtime.prepare(module, inputs, threads)[0]  # noqa: E731
+            return Timer(target.name, "onnxruntime", onnx)
+        return Timer(target.name, "torch eager", lambda module, inputs: _first_run(target, module, inputs, threads))
     reason = target.availability().measure
     if reason is not None:
         return reason.sentence
-    return Bench(target.name, lambda module, inputs: _first_run(target, module, inputs, threads))
+    return Timer(target.name, target.name, lambda module, inputs: _first_run(target, module, inputs, threads))
 
 
-def estimated(
-    teacher: GraphModule,
-    inputs: tuple[Tensor, ...],
-    sites: Sequence[AttentionSite],
-    candidates: Sequence[Variant],
-    softmax: Variant,
-    why: str,
-) -> Costs:
-    """Multiply-adds for one image; `teacher` is the original with softmax written out, so that all of it is counted."""
-    _, whole = cost(CompareModel("the original", teacher, inputs))
+def estimated(extraction: Extraction, candidates: Sequence[Variant], why: str) -> Costs:
+    """Multiply-adds for one image. Those of the whole original are counted on the teacher, where softmax is written out
+    and nothing hides in a fused operator; `why` says why no time is measured.
+    """
+    _, whole = cost(CompareModel("the original", extraction.teacher, extraction.example))
+    variants = (get_variant("softmax"), *candidates)
     columns = {
-        site.id: tuple(
-            math.inf if variant.refuse(site) else float(variant.multiplies(site)) for variant in (softmax, *candidates)
-        )
-        for site in sites
+        site.id: tuple(math.inf if variant.refuse(site) else float(variant.multiplies(site)) for variant in variants)
+        for site in extraction.sites
     }
     return Costs("estimated", "multiply-adds", f"multiply-adds for one image; {why}", float(whole), columns)
 
 
-def measured(
-    timing: Bench,
-    target: str,
-    original: GraphModule,
-    teacher: GraphModule,
-    inputs: tuple[Tensor, ...],
-    sites: Sequence[AttentionSite],
-    candidates: Sequence[Variant],
-    progress: Callable[[str, int, int], None] | None = None,
-) -> Costs:
-    """Each site's module by itself, with softmax and with every candidate, on what it reads for `inputs`; and the whole
-    original. All take turns. Sites of the same sizes share their times.
+def measured(timer: Timer, extraction: Extraction, candidates: Sequence[Variant], execution: Execution) -> Costs:
+    """Each site's module by itself, with softmax and with every candidate, on what it reads for the example input; and
+    the whole original. All take turns. Sites of the same sizes share their times.
     """
-    with recorded(teacher) as calls:
-        teacher(*inputs)
-    modules = rewritten_sites(teacher)
-    ready: dict[str, Call] = {WHOLE: timing.prepare(original, inputs)}
+    with recorded(extraction.teacher) as calls:
+        extraction.teacher(*extraction.example)
+    modules = rewritten_sites(extraction.teacher)
+    ready: dict[str, Call] = {WHOLE: timer.prepare(extraction.original, extraction.example)}
     names: dict[str, list[str | None]] = {}
-    for done, site in enumerate(sites, 1):
+    for done, site in enumerate(extraction.sites, 1):
         given = calls[site.id][0]
         names[site.id] = []
         for number, variant in enumerate((None, *candidates)):
@@ -122,23 +112,21 @@ def measured(
                 continue
             name = f"{number} at {_sizes(site, given)}"
             if name not in ready:
-                call = _prepared(timing, modules[site.id], site, variant, given)
+                call = _prepared(timer, modules[site.id], site, variant, given)
                 if call is not None:
                     ready[name] = call
             names[site.id].append(name if name in ready else None)
-        if progress is not None:
-            progress("build", done, len(sites))
-    rounds = None if progress is None else lambda done, total: progress("measure", done, total)
-    found = measure(ready, repeats=ROUNDS, budget_s=BUDGET_S, progress=rounds)
+        execution.report("build", done, len(extraction.sites))
+    found = measure(ready, repeats=ROUNDS, budget_s=BUDGET_S, progress=partial(execution.report, "measure"))
     columns = {
         site: tuple(math.inf if name is None else found[name].p50_ms for name in row) for site, row in names.items()
     }
-    how = f"median times on {target} ({timing.name}), each site's module by itself, all in turns"
+    how = f"median times on {timer.target} ({timer.runtime}), each site's module by itself, all in turns"
     return Costs("measured", "ms", how, found[WHOLE].p50_ms, columns)
 
 
 def _prepared(
-    timing: Bench, module: SiteModule, site: AttentionSite, variant: Variant | None, given: tuple[Tensor, ...]
+    timer: Timer, module: SiteModule, site: AttentionSite, variant: Variant | None, given: tuple[Tensor, ...]
 ) -> Call | None:
     """The site's module with `variant` (softmax: None), ready to run; None where the runtime cannot take it."""
     alone = copy.deepcopy(module).eval()
@@ -146,7 +134,7 @@ def _prepared(
         alone.form = variant.build(site).eval()
     alone.deploy()
     try:
-        return timing.prepare(alone, given)
+        return timer.prepare(alone, given)
     except AttnRewriteError:
         if variant is None:
             raise

@@ -46,7 +46,7 @@ class LossMeter:
 
     @staticmethod
     def of(original: Tensor, labels: np.ndarray | None) -> "LossMeter":
-        """A judge whose probabilities are tempered to the labels' likelihood."""
+        """A meter whose probabilities are tempered to the labels' likelihood."""
         return LossMeter(original, labels, 1.0 if labels is None else _temperature(original, labels))
 
     @property
@@ -114,7 +114,7 @@ def _deviations() -> float:
 
 
 def _temperature(logits: Tensor, labels: np.ndarray) -> float:
-    """What to divide the logits by for the labels to be the likeliest."""
+    """What to divide the logits [n, classes] by for the labels [n] to be the likeliest (Guo et al. 2017)."""
     from scipy.optimize import minimize_scalar
 
     wanted = torch.from_numpy(labels)

@@ -5,24 +5,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from attnrewrite.selection.budget import Auto
-from attnrewrite.selection.candidates import described
 from attnrewrite.selection.costs import Costs
 from attnrewrite.selection.knapsack import Choice, Table
-from attnrewrite.selection.loss_bound import CONFIDENCE, LossMeter
+from attnrewrite.selection.loss_bound import CONFIDENCE
+from attnrewrite.selection.measurements import Measurements
+from attnrewrite.selection.problem import DEFAULT, described
 from attnrewrite.selection.search import Step
 
 Scanned = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-def report(
-    auto: Auto, judge: LossMeter, costs: Costs, table: Table, scanned: Scanned, steps: Sequence[Step], best: Step
-) -> dict[str, Any]:
+def report(found: Measurements, table: Table, steps: Sequence[Step], best: Step) -> dict[str, Any]:
     """The selection as plain data; infinities are None."""
+    budget, costs, scanned = found.auto.budget, found.costs, found.scanned
     each = points_per_loss(scanned)
-    names = ["softmax", *map(described, auto.candidates)]
+    names = ["softmax", *map(described, found.auto.candidates)]
 
-    def told(choice: Choice) -> dict[str, Any]:
+    def facts(choice: Choice) -> dict[str, Any]:
         chosen = dict(zip(table.sites, choice, strict=True))
         return {
             "cost_ratio": costs.ratio(chosen),
@@ -31,25 +30,26 @@ def report(
         }
 
     predicted = [
-        {"kind": "predicted", "points": each * table.total_loss(choice), "kl": table.total_loss(choice), **told(choice)}
+        {"kind": "predicted", "points": each * table.total_loss(choice), "kl": table.total_loss(choice),
+         **facts(choice)}
         for choice in table.frontier()
-    ]
+    ]  # fmt: skip
     measured = [
         {"kind": "measured", **asdict(step.loss), "predicted_points": each * step.predicted, "holds": step.holds,
-         "chosen": step is best, "timed_ratio": step.ratio, **told(step.choice)}
+         "chosen": step is best, "timed_ratio": step.ratio, **facts(step.choice)}
         for step in steps
     ]  # fmt: skip
     return {
-        "max_drop": auto.max_drop,
-        "max_latency": auto.max_latency,
-        "target": auto.target,
-        "candidates": list(auto.asked),
-        "measure": judge.measure,
+        "max_drop": budget.max_drop,
+        "max_latency": budget.max_latency,
+        "target": budget.target,
+        "candidates": list(budget.candidates or DEFAULT),
+        "measure": found.meter.measure,
         "confidence": CONFIDENCE,
         "cost": {"status": costs.status, "unit": costs.unit, "how": costs.how, "original": costs.whole},
         "sites": [_site(site, names, scanned, costs) for site in table.sites],
         "frontier": [*predicted, *measured],
-        "promise": {**asdict(best.loss), **told(best.choice), "timed_ratio": best.ratio},
+        "promise": {**asdict(best.loss), **facts(best.choice), "timed_ratio": best.ratio},
     }
 
 

@@ -4,8 +4,8 @@
 2. Its price is its time on the target, or multiply-adds where that cannot be measured, in these words.
 3. An integer program chooses, with softmax a candidate everywhere. The choice is fitted together and measured, by
    cross-fitting: each half of the images by the model that was fitted to the other half. Until the budget holds, the
-   worst site is given back (`select_search`).
-4. A budget on accuracy holds when the upper confidence bound of what is lost stays within it (`select_promise`).
+   worst site is given back (`search`).
+4. A budget on accuracy holds when the upper confidence bound of what is lost stays within it (`loss_bound`).
 """
 
 import math
@@ -13,48 +13,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnrewrite.calibration.processes import joined_processes
-from attnrewrite.calibration.resume import State
-from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
+from attnrewrite.calibration.processes import Processes
+from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError, Refusal
 from attnrewrite.images.pool import Pool
-from attnrewrite.progress import Progress
-from attnrewrite.selection.budget import Auto
-from attnrewrite.selection.candidates import described
+from attnrewrite.request import Execution
 from attnrewrite.selection.knapsack import Choice, Columns, Table
+from attnrewrite.selection.measurements import Measurements
+from attnrewrite.selection.problem import Auto, Extraction, described
 from attnrewrite.selection.report import points_per_loss, report
 from attnrewrite.selection.search import Step, cheapest_that_holds, closest, most_sites, within_drop, within_price
-from attnrewrite.selection.workbench import Subject, Workbench
 from attnrewrite.variants.base import Variant
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The variant of each site that is replaced, why each other one is not, and what report.json says of it all."""
+    """The variant of each site that is replaced, why others are not, and what report.json says of it all (None where
+    the variant was named and nothing had to be chosen).
+    """
 
     standing: Mapping[str, Variant]
-    reasons: Mapping[str, str]
-    report: Mapping[str, Any]
+    reasons: Mapping[str, Refusal]
+    report: Mapping[str, Any] | None = None
 
 
-def select(
-    auto: Auto, subject: Subject, images: Pool, seed: int, state: State, progress: Progress | None = None
-) -> Selection:
-    """Choose a variant for each site of `subject` by what `auto` asks.
+def select(auto: Auto, extraction: Extraction, images: Pool, execution: Execution, processes: Processes) -> Selection:
+    """Choose a variant for each site of `extraction` by what `auto` asks, measured on `images`.
 
     Raises:
         InputError: the model is no classifier, or the images are too few for the promise.
         NothingMatchedError: nothing can be replaced within --max-drop.
         CheckFailedError: no choice comes down to --max-latency.
     """
-    found = Workbench(auto, subject, images, seed, state, joined_processes(), progress)
+    found = Measurements(auto, extraction, images, execution, processes)
     _check_promise(found)
     table = Table(tuple(found.scanned), losses(found.scanned), prices(found))
     steps = _searched(found, table)
-    best = cheapest_that_holds(table, steps) if auto.max_drop is not None else closest(steps)
+    best = cheapest_that_holds(table, steps) if auto.budget.max_drop is not None else closest(steps)
     if best is None or not any(best.choice):
         raise _nothing(found, table, steps)
-    told = report(auto, found.judge, found.costs, table, found.scanned, steps, best)
-    return Selection(standing(auto, table, best.choice), _reasons(auto, table, best.choice), told)
+    return Selection(
+        standing(auto, table, best.choice), _reasons(auto, table, best.choice), report(found, table, steps, best)
+    )
 
 
 def losses(scanned: Mapping[str, Sequence[Mapping[str, Any]]]) -> Columns:
@@ -65,13 +64,13 @@ def losses(scanned: Mapping[str, Sequence[Mapping[str, Any]]]) -> Columns:
     )
 
 
-def prices(found: Workbench) -> Columns:
+def prices(found: Measurements) -> Columns:
     """Parts of the original's cost, negative where a candidate saves. With no target, a site that is replaced counts
     more than all that could be saved.
     """
     costs = found.costs
     parts = {site: [(cost - row[0]) / costs.whole for cost in row] for site, row in costs.sites.items()}
-    if found.auto.target is not None:
+    if found.auto.budget.target is not None:
         return tuple(tuple(parts[site]) for site in found.scanned)
     most = 1 + 2 * sum(max(abs(part) for part in row if math.isfinite(part)) for row in parts.values())
     return tuple(
@@ -85,9 +84,9 @@ def standing(auto: Auto, table: Table, choice: Choice) -> dict[str, Variant]:
     return {site: auto.candidates[n - 1] for site, n in zip(table.sites, choice, strict=True) if n}
 
 
-def _check_promise(found: Workbench) -> None:
+def _check_promise(found: Measurements) -> None:
     """Raise InputError where even a model that changes nothing could not be promised to."""
-    least, budget, count = found.judge.least_bound, found.auto.max_drop, len(found.images.images)
+    least, budget, count = found.meter.least_bound, found.auto.budget.max_drop, len(found.images.images)
     if budget is not None and least > budget:
         raise InputError(
             f"{count} images cannot tell a loss of {budget:g} points from nothing (they bound it by {least:.2f}): give "
@@ -95,52 +94,54 @@ def _check_promise(found: Workbench) -> None:
         )
 
 
-def _searched(found: Workbench, table: Table) -> list[Step]:
-    auto = found.auto
+def _searched(found: Measurements, table: Table) -> list[Step]:
+    auto, asked = found.auto, found.auto.budget
 
     def losing(choice: Choice) -> Any:
         return found.loss(standing(auto, table, choice))
 
-    if auto.max_drop is not None:
+    if asked.max_drop is not None:
         each = points_per_loss(found.scanned)
-        budget, expected = auto.max_drop, auto.max_drop / each if each else math.inf
+        budget, expected = asked.max_drop, asked.max_drop / each if each else math.inf
         # Without a target, first as many sites as hold by their closest forms; what is then left is spent on the cost.
-        known = [] if auto.target else within_drop(most_sites(table), budget, expected, losing)
+        known = [] if asked.target else within_drop(most_sites(table), budget, expected, losing)
         return within_drop(table, budget, expected, losing, known)
-    assert auto.max_latency is not None
+    assert asked.max_latency is not None
     steps, lowest = within_price(
-        table, auto.max_latency, losing, lambda choice: found.ratio(standing(auto, table, choice))
+        table, asked.max_latency, losing, lambda choice: found.ratio(standing(auto, table, choice))
     )
     if steps:
         return steps
     lowest = min(lowest, 1 + sum(min(row) for row in table.price))
     raise CheckFailedError(
-        f"no choice of candidates brings {found.subject.name} down to {auto.max_latency:g} of its cost on "
-        f"{auto.target} (the lowest is {lowest:.2f}; {found.costs.how}): allow more, or other candidates (--candidates)"
+        f"no choice of candidates brings {found.extraction.name} down to {asked.max_latency:g} of its cost on "
+        f"{asked.target} (the lowest is {lowest:.2f}; {found.costs.how}): allow more, "
+        "or other candidates (--candidates)"
     )
 
 
-def _reasons(auto: Auto, table: Table, choice: Choice) -> dict[str, str]:
+def _reasons(auto: Auto, table: Table, choice: Choice) -> dict[str, Refusal]:
     """Why sites are left as they are."""
     reasons = {}
     for site, number, row in zip(table.sites, choice, table.loss, strict=True):
         if number == 0:
             near = min(range(1, len(row)), key=row.__getitem__)
             what = described(auto.candidates[near - 1])
-            reasons[site] = f"the budget is better spent elsewhere (closest there: {what}, {row[near]:.2g} nats)"
+            why = f"the budget is better spent elsewhere (closest there: {what}, {row[near]:.2g} nats)"
+            reasons[site] = Refusal("not-selected", why)
     return reasons
 
 
-def _nothing(found: Workbench, table: Table, steps: Sequence[Step]) -> NothingMatchedError:
-    auto = found.auto
+def _nothing(found: Measurements, table: Table, steps: Sequence[Step]) -> NothingMatchedError:
+    asked = found.auto.budget
     tried = [step for step in steps if any(step.choice)]
     least = min(tried, key=lambda step: step.loss.bound, default=None)
     seen = "softmax everywhere suits the budget best"
     if least is not None:
         what = f"replacing {sum(map(bool, least.choice))} of {len(table.sites)} sites"
         seen = f"{what} loses {least.loss.points:.2f} points, at most {least.loss.bound:.2f}"
-    budget = f"--max-latency {auto.max_latency}" if auto.max_drop is None else f"--max-drop {auto.max_drop:g}"
+    budget = f"--max-latency {asked.max_latency}" if asked.max_drop is None else f"--max-drop {asked.max_drop:g}"
     return NothingMatchedError(
-        f"no site of {found.subject.name} is to be replaced within {budget} ({seen}); "
+        f"no site of {found.extraction.name} is to be replaced within {budget} ({seen}); "
         "choose another budget, give more images, or other candidates (--candidates)"
     )

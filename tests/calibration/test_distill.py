@@ -15,18 +15,19 @@ from torch import Tensor
 from attnrewrite.calibration.distill import Distillation, SiteDistillation, with_values
 from attnrewrite.calibration.fit import fit_points
 from attnrewrite.calibration.resume import State, resume_key
-from attnrewrite.calibration.stage import Calibration, distance
+from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.train import Schedule, draw
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.augment import mixed, moved
 from attnrewrite.images.pool import first_tensor
 from attnrewrite.passes.verify import rewritten_sites
+from attnrewrite.request import Execution
 from attnrewrite.variants.registry import get_variant
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 
-def tensors(given: Calibration) -> dict[str, Tensor]:
+def tensors(given: StageInput) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in given.student.state_dict().items()}
 
 
@@ -61,7 +62,7 @@ def test_a_stage_never_ends_worse_than_it_began(stage: SiteDistillation | Distil
 def test_distillation_stops_when_it_has_waited_enough() -> None:
     done: list[int] = []
     given = calibration("pre-norm", get_variant("softmax"))
-    given = replace(given, progress=lambda what, step, total: done.append(step))
+    given = replace(given, execution=Execution(progress=lambda what, step, total: done.append(step)))
     Distillation(steps=50, rate=1.0, every=2, patience=0.12).run(given)
     assert done[-1] == 8
 
@@ -88,7 +89,7 @@ def test_a_batch_is_drawn_from_the_seed_and_the_step_alone() -> None:
     given = calibration("pre-norm", get_variant("l1"))
     assert torch.equal(draw(given, 3), draw(given, 3))
     assert not torch.equal(draw(given, 3), draw(given, 4))
-    assert not torch.equal(draw(given, 3), draw(replace(given, seed=1), 3))
+    assert not torch.equal(draw(given, 3), draw(replace(given, execution=Execution(seed=1)), 3))
 
 
 def test_pictures_are_moved_and_mixed_but_not_made_up() -> None:
@@ -128,11 +129,15 @@ def test_interrupted_anywhere_it_ends_in_the_same_bits(
         if what == stage.name and step == at:
             raise Killed
 
-    again = replace(calibration("pre-norm", get_variant("l1")), state=State(tmp_path))
+    def count(what: str, step: int, total: int) -> None:
+        if what == stage.name:
+            done.append(step)
+
+    again = calibration("pre-norm", get_variant("l1"))
     with pytest.raises(Killed):
-        stage.run(replace(again, progress=stop))
-    again = replace(calibration("pre-norm", get_variant("l1")), state=State(tmp_path))
-    stage.run(replace(again, progress=lambda what, step, total: done.append(step) if what == stage.name else None))
+        stage.run(replace(again, execution=Execution(progress=stop, state=tmp_path)))
+    again = calibration("pre-norm", get_variant("l1"))
+    stage.run(replace(again, execution=Execution(progress=count, state=tmp_path)))
     assert same(tensors(whole), tensors(again))
     assert done[0] == at // 20 * 20 + 1
 
@@ -149,20 +154,22 @@ def test_a_checkpoint_of_another_run_is_not_taken_up(tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, signal, sys, torch
+from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, {helpers!r})
-from fits import calibration, pictures
+from fits import calibration
+from attnrewrite.calibration.processes import joined_processes
 from attnrewrite.calibration.stages import calibrate
+from attnrewrite.request import Execution
 from attnrewrite.variants.registry import get_variant
 torch.set_num_threads(1)
 given = calibration("pre-norm", get_variant("l1"))
 def progress(what, done, total):
     if (what, done) == ("distillation", int(os.environ.get("KILL_AT", "-1"))):
         os.kill(os.getpid(), signal.SIGKILL)
-reports = calibrate(
-    given.teacher, given.student, images=pictures(), preprocessing=None, input_size=(3, 12, 12), batch_size=16,
-    steps=40, progress=progress, state=Path(os.environ["STATE"]),
-)
+execution = Execution(progress=progress, state=Path(os.environ["STATE"]))
+given = replace(given, execution=execution, processes=joined_processes())
+reports = calibrate(given, steps=40)
 rank = os.environ.get("RANK", "0")
 torch.save((given.student.state_dict(), [r.kl_after for r in reports]), os.environ["OUT"] + rank)
 """

@@ -1,6 +1,7 @@
 """The closed-form stage on small models of every shape: what it finds, what it recovers exactly, when it steps back."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 
 from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.fit import Fit, fit_points
-from attnrewrite.calibration.stage import Calibration, distance
+from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.stages import Copy, calibrate, run, split
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.verify import rewritten_sites
+from attnrewrite.request import Execution
 from attnrewrite.variants.base import Form
 from attnrewrite.variants.registry import get_variant
 
@@ -33,7 +35,7 @@ def test_every_residual_branch_is_found_and_its_map_recovered(kind: str) -> None
             assert branch.bias is not None
             branch.bias.add_(0.1)
     assert distance(given).error > 1e-2
-    given = Calibration(given.teacher, given.student, Pool(pictures(64), None, (3, 12, 12), 16), given.held_out)
+    given = StageInput(given.teacher, given.student, Pool(pictures(64), None, (3, 12, 12), 16), given.held_out)
     Fit(ridge=1e-12).run(given)
     assert distance(given).error < 1e-8
 
@@ -75,7 +77,7 @@ class Spoiled(Form):
             self.gain.fill_(self.becomes)
 
 
-def spoil(given: Calibration, gain: float) -> None:
+def spoil(given: StageInput, gain: float) -> None:
     for site in rewritten_sites(given.student).values():
         site.form = Spoiled(site.form, gain)
 
@@ -126,16 +128,14 @@ def test_what_cannot_be_fitted_is_told() -> None:
 
 
 def test_calibrate_reports_each_stage_and_measures_on_images_it_did_not_fit() -> None:
-    given, images = calibration("pre-norm", get_variant("l1")), pictures()
-    fitted, held_out = split(images)
+    given = calibration("pre-norm", get_variant("l1"))
+    fitted, held_out = (pool.images for pool in split(Pool(pictures(), None, (3, 12, 12), 16)))
     assert (len(fitted), len(held_out)) == (84, 12)
     values = np.concatenate([part.x.values.flatten(1).numpy() for part in (held_out, fitted)])  # type: ignore[attr-defined]
     assert len(np.unique(values, axis=0)) == 96
     told: list[tuple[str, int, int]] = []
-    reports = calibrate(
-        given.teacher, given.student, images=images, preprocessing=None, input_size=(3, 12, 12), batch_size=16,
-        progress=lambda *what: told.append(what),
-    )  # fmt: skip
+    execution = Execution(progress=lambda *what: told.append(what))
+    reports = calibrate(replace(given, execution=execution))
     assert [report.name for report in reports] == [Copy().name, Fit().name]
     assert reports[0].kl_before == reports[0].kl_after == reports[1].kl_before
     assert reports[1].peak_memory > 0
@@ -145,7 +145,7 @@ def test_calibrate_reports_each_stage_and_measures_on_images_it_did_not_fit() ->
 
 def test_one_image_is_enough() -> None:
     images = pictures(1)
-    assert [len(part) for part in split(images)] == [1, 1]
+    assert [len(part.images) for part in split(Pool(images, None, (3, 12, 12), 16))] == [1, 1]
     given = calibration("post-norm", get_variant("l1"), images=images)
     before = distance(given).loss
     Fit().run(given)

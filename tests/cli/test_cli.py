@@ -18,7 +18,7 @@ from PIL import Image
 
 from attnrewrite.cli.main import main
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.evaluation.accuracy import Evaluation
+from attnrewrite.evaluation.records import Evaluation
 from attnrewrite.variants.registry import variants
 
 SIZE = ["--input-size", "3x16x16", "--mean", "0.5", "--std", "0.25"]
@@ -238,7 +238,7 @@ def test_what_goes_wrong_inside_is_one_line_and_an_exit_code(
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("attnrewrite.api.convert", fail)
+    monkeypatch.setattr("attnrewrite.conversion.convert.convert_source", fail)
     command = ["convert", f"{models_file}:vit", *SIZE, "--out", tmp_path / "out"]
     text, told = run(capsys, *command, exit_code=code)
     assert text == ""

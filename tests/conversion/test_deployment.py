@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrewrite.conversion.convert import deployed
+from attnrewrite.conversion.record import deployed
 from attnrewrite.frontends.capture import capture, export
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.verify import relative_error, rewritten_sites

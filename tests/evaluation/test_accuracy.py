@@ -9,7 +9,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError
-from attnrewrite.evaluation.accuracy import Evaluation, evaluate_modules
+from attnrewrite.evaluation.accuracy import evaluate_modules
+from attnrewrite.evaluation.records import Evaluation
 from attnrewrite.frontends.sources import load_source
 from attnrewrite.images.dataset import load_images
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnrewrite.calibration.stage import Calibration
+from attnrewrite.calibration.stage import StageInput
 from attnrewrite.calibration.stages import split
 from attnrewrite.frontends.capture import capture
 from attnrewrite.images.dataset import Images, load_images
@@ -100,7 +100,7 @@ def pictures(count: int = 96) -> Images:
 
 def calibration(
     kind: str, variant: Variant, images: Images | None = None, model: nn.Module | None = None
-) -> Calibration:
+) -> StageInput:
     example = (torch.zeros(1, 3, 12, 12),)
     graph = capture(kind, model or Model(kind), example).module
     found = scan(FxGraph(graph), kind)
@@ -109,5 +109,4 @@ def calibration(
         FxRewrite(Plan(kind, tuple(Placement.at(site, each) for site in found.sites)))(graph)
         for each in (get_variant("softmax"), variant)
     ]
-    pools = [Pool(part, None, (3, 12, 12), 16) for part in split(images or pictures())]
-    return Calibration(both[0], both[1], pools[0], pools[1])
+    return StageInput(both[0], both[1], *split(Pool(images or pictures(), None, (3, 12, 12), 16)))

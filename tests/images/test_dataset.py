@@ -1,14 +1,18 @@
 """Images from folders, .npz files and iterables; what cannot be used is refused before anything starts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
+from tiny_vits import INPUTS, encoder
 
+import attnrewrite as ar
 from attnrewrite.errors import InputError
-from attnrewrite.images.dataset import load_images
+from attnrewrite.images.dataset import Array, Files, load_images
+from attnrewrite.images.pool import Pool
 from attnrewrite.images.preprocessing import Preprocessing, as_taken, channel_values, image_size, override, parse_size
 
 PLAIN = Preprocessing((0.0,), (1.0,))
@@ -261,3 +265,82 @@ def test_damaged_files_are_left_out_where_that_is_asked_for(tmp_path: Path) -> N
         (tmp_path / name).write_text("no picture either")
     with pytest.raises(InputError, match="all 3 images are damaged"):
         load_images(tmp_path, skip_bad=True)
+
+
+def test_some_images_are_taken_with_their_labels_and_in_memory_they_are_not_copied() -> None:
+    values = pixels(6, 6, 8, 3)
+    images = replace(load_images(values), y=np.arange(6))
+    some = images.take(np.array([5, 1, 3])).take(np.array([2, 0]))
+    assert some.y is not None
+    assert some.y.tolist() == [3, 5]
+    assert isinstance(some.x, Array)
+    assert some.x.values is values
+    assert len(some) == len(some.x) == 2
+    ((batch, _),) = some.batches(PLAIN, 8, SIZE)
+    assert torch.equal((batch * 255).round().to(torch.uint8).permute(0, 2, 3, 1), torch.from_numpy(values[[3, 5]]))
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the pictures whose pixels are decoded from here on, in order."""
+    names: list[str] = []
+    load = ImageFile.ImageFile.load
+
+    def counted(picture: ImageFile.ImageFile) -> object:
+        if picture.tile:  # Pillow has nothing left to decode where there is none
+            names.append(Path(str(picture.filename)).name)
+        return load(picture)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", counted)
+    return names
+
+
+def folder_of(path: Path, count: int) -> list[str]:
+    for index in range(count):
+        Image.fromarray(pixels(40, 30, 3, seed=index)).save(path / f"{index}.jpg")
+    return [f"{index}.jpg" for index in range(count)]
+
+
+def test_decoded_pictures_are_read_as_the_files_are_and_from_no_file(tmp_path: Path, decoded: list[str]) -> None:
+    names = folder_of(tmp_path, 5)
+    files = load_images(tmp_path)
+    kept = files.decoded(PLAIN, SIZE)
+    assert decoded == names
+    assert isinstance(kept.x, Array)
+    assert (kept.x.values.dtype, kept.x.values.shape) == (np.uint8, (5, 6, 8, 3))
+    read = torch.cat([batch for _ in range(3) for batch, _ in kept.batches(PLAIN, 2, SIZE)])
+    assert decoded == names
+    assert torch.equal(read[:5], files.x.read(PLAIN, SIZE))
+
+
+def test_what_would_take_too_much_memory_stays_in_its_files(
+    tmp_path: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = folder_of(tmp_path, 5)
+    monkeypatch.setattr("attnrewrite.images.dataset.DECODED_BYTES", 5 * 3 * 6 * 8 - 1)
+    images = load_images(tmp_path).decoded(PLAIN, SIZE)
+    assert isinstance(images.x, Files)
+    assert decoded == names  # each is seen to be whole all the same
+    monkeypatch.setattr("attnrewrite.images.dataset.DECODED_BYTES", 5 * 3 * 6 * 8)
+    assert isinstance(images.decoded(PLAIN, SIZE).x, Array)
+
+
+def test_decoding_names_all_damaged_pictures(tmp_path: Path) -> None:
+    for name in folder_of(tmp_path, 4)[1:3]:
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-200])
+    with pytest.raises(InputError, match=r"2 of 4 images are damaged \(1\.jpg, 2\.jpg\): mend them"):
+        load_images(tmp_path).decoded(PLAIN, SIZE)
+
+
+def test_a_conversion_decodes_each_picture_once(tmp_path: Path, decoded: list[str]) -> None:
+    """Through the check, the fit, the stages that distil and every measurement on held-out images."""
+    names = folder_of(tmp_path, 12)
+    done = ar.convert(encoder(), INPUTS, variant="l1", calibration=tmp_path, samples=10, steps=4, mean=0.5, std=0.25)
+    assert done.report["calibration"]["images"] == 10
+    assert len(decoded) == len(set(decoded)) == 10
+    assert set(decoded) < set(names)
+
+
+def test_a_pool_takes_some_of_its_images_in_batches_of_the_same_size() -> None:
+    pool = Pool(load_images(torch.arange(5.0).reshape(5, 1, 1, 1)), None, (1, 1, 1), 2).take(np.array([4, 0, 2]))
+    assert [pool.batch(index).flatten().tolist() for index in range(len(pool))] == [[4, 0], [2, 4]]

@@ -20,9 +20,9 @@ from attnrewrite.evaluation.latency import Latency
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.plan import Plan
-from attnrewrite.selection.candidates import described
-from attnrewrite.selection.costs import WHOLE, Bench
+from attnrewrite.selection.costs import WHOLE, Timer
 from attnrewrite.selection.knapsack import Table
+from attnrewrite.selection.problem import described
 from attnrewrite.selection.search import Losing, Step
 
 COUNT = 160
@@ -106,8 +106,8 @@ def test_times_on_the_host_are_measured_and_sites_that_are_alike_share_them(
         return clock(calls, **how)
 
     monkeypatch.setattr("attnrewrite.selection.costs.measure", counted)
-    eager = Bench("torch", lambda module, inputs: lambda: module(*inputs))
-    monkeypatch.setattr("attnrewrite.selection.workbench.bench", lambda target, threads: eager)
+    eager = Timer("host", "torch", lambda module, inputs: lambda: module(*inputs))
+    monkeypatch.setattr("attnrewrite.selection.measurements.timer_of", lambda target, threads: eager)
     model, inputs = encoder(), INPUTS
     how: dict[str, Any] = {"variant": "auto", "target": "host", "candidates": FEW, "calibration": labelled[:80]}
     done = ar.convert(model, inputs, max_latency=0.7, **how)

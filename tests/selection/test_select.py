@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnrewrite.errors import InputError
-from attnrewrite.selection.budget import Auto, requested
-from attnrewrite.selection.candidates import PUBLISHED, candidates, described
+from attnrewrite.request import Budget
 from attnrewrite.selection.knapsack import Choice, Columns, Table, solve, total
 from attnrewrite.selection.loss_bound import AGREEMENT, TOP1, Loss, LossMeter, most_of, most_on_average
+from attnrewrite.selection.problem import PUBLISHED, Auto, candidates, described, requested
 from attnrewrite.selection.search import cheapest_that_holds, closest, most_sites, within_drop, within_price
+from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, variants
 
 NUMBERS = st.one_of(st.floats(0, 10), st.floats(1e-6, 1e-3), st.just(math.inf))
@@ -194,9 +196,9 @@ def test_candidates_are_sets_names_and_names_with_options() -> None:
 
 def test_a_named_variant_needs_no_budget() -> None:
     assert requested("l1", {"centred": False}) == get_variant("l1", {"centred": False})
-    auto = requested("auto", max_drop=0.5, candidates=["published"])
+    auto = requested("auto", budget=Budget(max_drop=0.5, candidates=("published",)))
     assert isinstance(auto, Auto)
-    assert (auto.asked, len(auto.candidates)) == (("published",), len(PUBLISHED))
+    assert (auto.budget.candidates, len(auto.candidates)) == (("published",), len(PUBLISHED))
 
 
 BAD = {
@@ -225,11 +227,15 @@ BAD = {
 }
 
 
+def asked(*arguments: Any, calibrated: bool = True, **budget: Any) -> Variant | Auto:
+    return requested(*arguments, budget=Budget(**budget), calibrated=calibrated)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_what_does_not_go_together_is_one_line_before_any_work(case: str) -> None:
     arguments, options, message = BAD[case]
     with pytest.raises(InputError) as raised:
-        requested(*arguments, **options)
+        asked(*arguments, **options)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 

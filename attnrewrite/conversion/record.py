@@ -1,0 +1,128 @@
+"""The record of a conversion: the rewritten model with its plan and report, how it is exported and saved."""
+
+import copy
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from attnrewrite.calibration.processes import first_process
+from attnrewrite.errors import InputError
+from attnrewrite.files import staged
+from attnrewrite.frontends.capture import export
+from attnrewrite.frontends.sources import Origin
+from attnrewrite.images.preprocessing import Preprocessing
+from attnrewrite.pages.selection import page
+from attnrewrite.passes.copying import quiet_copying
+from attnrewrite.passes.fx.deploy import DeploySites
+from attnrewrite.passes.verify import export_error
+from attnrewrite.plan import Plan
+from attnrewrite.site import Scan
+
+MODEL_FILE = "model.pt2"
+REPORT_FILE = "report.json"
+ONNX_FILE = "model.onnx"
+PAGE_FILE = "report.html"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted model, and `original`, the captured graph that it came from.
+
+    `report` is what report.json holds: the source, what became of each site, the checks and the calibration stages.
+    """
+
+    module: GraphModule
+    plan: Plan
+    scan: Scan
+    report: Mapping[str, Any]
+    original: GraphModule
+    example_inputs: tuple[Tensor, ...]
+    preprocessing: Preprocessing | None
+    origin: Origin | None
+
+    def export(self) -> ExportedProgram:
+        """The converted model as it is deployed, as an exported program that was checked against it.
+
+        Raises:
+            CheckFailedError: the exported program does not agree with the module.
+        """
+        ready = deployed(self.module)
+        program, _ = export(ready, self.example_inputs)
+        exported = program.module(check_guards=False)
+        assert isinstance(exported, GraphModule)
+        export_error(exported, ready, batched(self.example_inputs, self.report["fixed_batch"]))
+        return program
+
+    def save(self, out: str | Path, force: bool = False) -> Path:
+        """Write model.pt2, weights.safetensors, plan.json and report.json into the new folder `out`.
+
+        What auto selected has a page beside it, report.html; a model that was read from ONNX is written as model.onnx
+        too. Of the processes that torchrun started, which all hold the same model, the first one writes.
+
+        Raises:
+            InputError: the folder exists (without `force`) or cannot be written.
+            CheckFailedError: the exported program does not agree with the module; nothing is left behind.
+        """
+        if not first_process():
+            return Path(out)
+        program = self.export()
+        with staged(Path(out), force=force) as folder:
+            torch.export.save(program, folder / MODEL_FILE)
+            self.plan.save(folder)
+            (folder / REPORT_FILE).write_text(json.dumps(dict(self.report), indent=1) + "\n")
+            if "selection" in self.report:
+                self._write_page(folder)
+            if self.origin is not None and self.origin.spec.endswith(".onnx"):
+                self._write_onnx(Path(self.origin.spec), folder)
+        return Path(out)
+
+    def _write_page(self, folder: Path) -> None:
+        """Write report.html, where its template engine is installed."""
+        try:
+            (folder / PAGE_FILE).write_text(page(self.report), encoding="utf-8")
+        except InputError as missing:
+            logging.getLogger("attnrewrite").warning("no %s: %s", PAGE_FILE, missing)
+
+    def _write_onnx(self, source: Path, folder: Path) -> None:
+        """Write model.onnx: the file that the model was read from, with only the sites changed."""
+        from attnrewrite.conversion.onnx_out import write_file
+
+        assert self.origin is not None
+        inputs = batched(self.example_inputs, self.report["fixed_batch"])
+        write_file(source, self.plan, deployed(self.module), inputs, self.origin.input_size, folder / ONNX_FILE)
+
+
+def deployed(module: GraphModule) -> GraphModule:
+    """A copy in which every site is what stands in a lowered model, and every tensor lies in order."""
+    with quiet_copying():
+        result = copy.deepcopy(module).eval()
+    return DeploySites()(result)
+
+
+def batched(inputs: tuple[Tensor, ...], fixed: int | None) -> tuple[Tensor, ...]:
+    """Inputs to check on, with the batch that the graph takes: its only one, or two unlike images where it is open."""
+    size = fixed or 2
+    return tuple(
+        t
+        if t.shape[0] == size
+        else torch.cat([t, t.flip(-1)])
+        if t.shape[0] == 1 and size == 2
+        else t.expand(size, *t.shape[1:])
+        for t in map(_informative, inputs)
+    )
+
+
+def _informative(images: Tensor) -> Tensor:
+    """`images`, or noise in place of blank ones: between tokens that are all the same, any attention is right."""
+    blank = images.dim() == 4 and images.is_floating_point() and bool((images == images.flatten()[0]).all())
+    if not blank:
+        return images
+    return torch.randn(images.shape, generator=torch.Generator().manual_seed(0)).to(images)

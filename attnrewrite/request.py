@@ -1,0 +1,147 @@
+"""What a conversion is asked for, as records: what it may lose, what to calibrate with, how to run.
+
+The command line, a TOML file (--config) and Python build the same records. A field with an `Option` is an option of the
+command line; how it is spelled and explained there stands beside it. A value out of range is refused when a record is
+made, whoever makes it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnrewrite.errors import InputError
+
+Progress = Callable[[str, int, int], None]  # what is being done, how many of it are done, of how many
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field as an option of the command line.
+
+    `name` is the option's, where that is not the field's, and `flag` its spelling, where that does not follow from the
+    name. `type` is what text is read as, where the field takes more than text can say.
+    """
+
+    help: str
+    name: str | None = None
+    flag: str | None = None
+    type: Any = None
+    metavar: str | None = None
+    min: int | None = None
+    show_default: bool | str = True
+
+
+def option(default: Any, help: str, **how: Any) -> Any:
+    """A dataclass field with a default that is an option of the command line, too."""
+    return field(default=default, metadata={"option": Option(help, **how)})
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What `variant="auto"` may lose or spend, and what it chooses from.
+
+    Either `max_drop`, in percentage points (between 0 and 100), or `max_latency`, a part of the original's time on
+    `target` (above 0, at most 1). `candidates` are sets ("published", "all") or variants with their options
+    ("masked:heads=1"); none: all.
+    """
+
+    max_drop: float | None = option(
+        None,
+        "Replace what can be replaced for at most so many points of top-1 (of agreement with the original, "
+        "where the images have no labels), promised with 95 % confidence.",
+        metavar="POINTS",
+    )
+    max_latency: float | None = option(
+        None,
+        "Come down to this part of the original's time (0.7) and change the output as little as possible.",
+        metavar="RATIO",
+    )
+    target: str | None = option(
+        None,
+        "Where time is saved: measured, where this machine can, else estimated. See attnrewrite targets.",
+        flag="--for",
+        metavar="TARGET",
+    )
+    candidates: tuple[str, ...] = option(
+        (),
+        "What to choose from: published (the five papers' forms), all, or a variant with its options "
+        "(masked:heads=1); may be repeated. Softmax always is one.",
+        type=list[str] | None,
+        metavar="WHAT",
+        show_default="all",
+    )
+
+    def __post_init__(self) -> None:
+        names = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates or ())
+        object.__setattr__(self, "candidates", names)
+        if self.max_drop is not None and not 0 < self.max_drop < 100:
+            raise InputError(
+                f"--max-drop {self.max_drop:g} must lie between 0 and 100: it is in percentage points, such as 0.5"
+            )
+        if self.max_latency is not None and not 0 < self.max_latency <= 1:
+            raise InputError(
+                f"--max-latency {self.max_latency:g} must lie above 0 and be at most 1: "
+                "it is a part of the original's time"
+            )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What to repair the accuracy with, and how far: `samples` of the `images`, and `steps` of distillation after the
+    closed-form fit. Without images, weights are copied and nothing is repaired.
+
+    `images` is whatever `load_images` takes: a folder, an .npz, an iterable of tensors. Labels are not fitted to.
+    """
+
+    images: Any = option(  # noqa: RUF009, it is a dataclasses.field
+        None,
+        "Images to repair the accuracy with: a folder or an .npz.",
+        name="calibrate",
+        type=str | None,
+        metavar="DATA",
+    )
+    samples: int = option(1000, "How many of those images to use.", min=1)
+    steps: int = option(0, "Steps of distillation after the closed-form fit.", min=0)
+    skip_bad: bool = option(False, "Leave out damaged image files, and name them.", flag="--skip-bad")
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise InputError(f"{self.samples} samples: at least one image is needed")
+        if self.steps < 0:
+            raise InputError(f"{self.steps} steps: distillation takes 0 steps (none) or more")
+        if self.steps and self.images is None:
+            raise InputError(f"--steps {self.steps} distils on images, and none are given: add --calibrate DATA")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How work is run: the seed of everything drawn at random, the number of CPU threads (None: as torch has it), who
+    hears of progress, and the folder that keeps what an interrupted run needs to go on (None: nothing is kept).
+    """
+
+    seed: int = option(0, "Of everything that is drawn at random.", min=0)
+    threads: int | None = option(None, "How many CPU threads to use.", min=1, show_default="all")
+    progress: Progress | None = None
+    state: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise InputError(f"seed {self.seed}: a seed is 0 or more")
+        if self.threads is not None and self.threads < 1:
+            raise InputError(f"{self.threads} threads: at least one is needed")
+        if self.state is not None:
+            object.__setattr__(self, "state", Path(self.state))
+
+    def apply(self) -> None:
+        """Seed torch, and set its number of threads where one is given."""
+        import torch
+
+        torch.manual_seed(self.seed)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """Tell whoever listens that `done` of `total` are done of `what`."""
+        if self.progress is not None:
+            self.progress(what, done, total)

@@ -1,0 +1,176 @@
+"""What a selection measures: candidates alone, their costs, whole choices. What takes long is kept for a restart."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnrewrite.calibration.processes import Processes, placed
+from attnrewrite.calibration.resume import State, resume_key
+from attnrewrite.calibration.stage import StageInput
+from attnrewrite.errors import InputError
+from attnrewrite.evaluation.accuracy import check_classes
+from attnrewrite.images.pool import Pool
+from attnrewrite.passes.verify import rewritten_sites
+from attnrewrite.plan import Placement, Plan
+from attnrewrite.request import Execution
+from attnrewrite.selection.costs import Costs, Timer, estimated, measured, timer_of
+from attnrewrite.selection.cross_fit import cross_fitted
+from attnrewrite.selection.loss_bound import Loss, LossMeter
+from attnrewrite.selection.problem import Auto, Extraction, described
+from attnrewrite.selection.trials import trials
+from attnrewrite.targets.base import get_target
+from attnrewrite.variants.base import Variant
+from attnrewrite.variants.registry import get_variant
+
+SCAN_FITTED, SCAN_HELD_OUT = 160, 256  # how many images fit a candidate that stands alone, and how many measure it
+SCAN_BATCHES = 5  # of the fitted ones: as many as the fit needs to choose its ridge
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """One selection: what it is given, and what it measures. What takes long is kept in the state folder."""
+
+    auto: Auto
+    extraction: Extraction
+    images: Pool
+    execution: Execution
+    processes: Processes
+
+    @cached_property
+    def meter(self) -> LossMeter:
+        return LossMeter.of(self._original_logits, self.images.images.y)
+
+    @cached_property
+    def _original_logits(self) -> Tensor:
+        with placed(self.processes.device, self.extraction.teacher):
+            logits = self.images.outputs(self.extraction.teacher, self.processes.device).cpu()
+        if logits.dim() != 2 or logits.shape[1] < 2:
+            raise InputError(
+                f"--variant auto measures how often the class changes, and the output of {self.extraction.name} is "
+                f"{list(logits.shape)}: it needs a classifier, [images, classes]; choose a variant by name"
+            )
+        labels = self.images.images.y
+        check_classes(
+            self.extraction.name, logits, None if labels is None else torch.from_numpy(labels), self.images.images
+        )
+        return logits
+
+    @cached_property
+    def scanned(self) -> dict[str, list[dict[str, Any]]]:
+        """For each site, for each candidate: {"loss"} when it stands there alone, or {"reason"}."""
+        return self._kept("candidates alone", self._scan)
+
+    def _scan(self) -> dict[str, list[dict[str, Any]]]:
+        fitted, held_out, measuring = self._scan_images()
+        labels = self.images.images.y
+        extraction = self.extraction
+        softmax = self._plan({site.id: get_variant("softmax") for site in extraction.sites})
+        student = extraction.rewritten(softmax)
+        meter = LossMeter(
+            self.meter.original[torch.from_numpy(measuring)],
+            None if labels is None else labels[measuring],
+            self.meter.temperature,
+        )
+        found: dict[str, list[dict[str, Any]]] = {site.id: [] for site in extraction.sites}
+        with placed(self.processes.device, extraction.teacher, student):
+            given = StageInput(extraction.teacher, student, fitted, held_out, self.execution, self.processes)
+            for trial in trials(given, extraction.sites, self.auto.candidates):
+                output = trial.output
+                whole = output is not None and bool(torch.isfinite(output).all())
+                found[trial.site].append(
+                    {"loss": asdict(meter.loss(output.cpu()))}
+                    if output is not None and whole
+                    else {"reason": trial.reason or "its output is NaN or infinite"}
+                )
+        return found
+
+    def _scan_images(self) -> tuple[Pool, Pool, np.ndarray]:
+        """The images that fit a candidate alone, those that measure it, and the numbers of the latter."""
+        count = len(self.images.images)
+        indices = np.arange(count)
+        fitting = indices[: min(SCAN_FITTED, max(1, count // 2))]
+        measuring = indices[count // 2 :][:SCAN_HELD_OUT]
+        batch = self.extraction.fixed_batch or min(self.images.batch_size, max(1, len(fitting) // SCAN_BATCHES))
+        pool = replace(self.images, batch_size=batch)
+        return pool.take(fitting), pool.take(measuring), measuring
+
+    @cached_property
+    def timer(self) -> Timer | str:
+        """How plans are timed, or why they are not."""
+        target = self.auto.budget.target
+        if target is None:
+            return "no target was named (--for)"
+        return timer_of(get_target(target), self._threads)
+
+    @property
+    def _threads(self) -> int:
+        return self.execution.threads or 1
+
+    @cached_property
+    def costs(self) -> Costs:
+        return Costs(**self._kept("costs", lambda: self._owners(lambda: asdict(self._costs()))))
+
+    def _costs(self) -> Costs:
+        if isinstance(self.timer, str):
+            return estimated(self.extraction, self.auto.candidates, self.timer)
+        return measured(self.timer, self.extraction, self.auto.candidates, self.execution)
+
+    def loss(self, standing: Mapping[str, Variant]) -> Loss:
+        """What the model loses with these variants at its sites, every image measured by a model not fitted to it."""
+        plan = self._plan(standing)
+
+        def measure() -> dict[str, Any]:
+            logits = cross_fitted(self.extraction, plan, self.images, self.execution, self.processes)
+            return asdict(self.meter.loss(logits))
+
+        return Loss(**self._kept(f"loss of {self._described(standing)}", measure))
+
+    def ratio(self, standing: Mapping[str, Variant]) -> float:
+        """The cost of the model with these variants at its sites over the original's: timed, or from the costs."""
+        timer = self.timer
+        if isinstance(timer, str):
+            candidates = self.auto.candidates
+            return self.costs.ratio({site: 1 + candidates.index(variant) for site, variant in standing.items()})
+        extraction, plan = self.extraction, self._plan(standing)
+
+        def measure() -> float:
+            converted = extraction.rewritten(plan)
+            for site in rewritten_sites(converted).values():
+                site.deploy()
+            return timer.ratio(extraction.original, converted, extraction.example)
+
+        return self._kept(f"time of {self._described(standing)}", lambda: self._owners(measure))
+
+    def _plan(self, standing: Mapping[str, Variant]) -> Plan:
+        sites = [site for site in self.extraction.sites if site.id in standing]
+        return Plan(self.extraction.name, tuple(Placement.at(site, standing[site.id]) for site in sites))
+
+    def _kept(self, name: str, find: Callable[[], Any]) -> Any:
+        """What `find` found, now or before an interruption: for this model, these images, and what was asked."""
+        file = f"selection {resume_key([], name)}"
+        key = resume_key([self._original_logits, *self.extraction.teacher.state_dict().values()], *self._asked(), name)
+        owner, state = self.processes.rank == 0, State(self.execution.state)
+        found = self.processes.from_owner(state.load(file, key) if owner else None, 0)
+        if found is None:
+            found = {"found": find()}
+            if owner:
+                state.save(file, key, found)
+        return found["found"]
+
+    def _asked(self) -> tuple[object, ...]:
+        names = [described(variant) for variant in self.auto.candidates]
+        budget = self.auto.budget
+        asked = (budget.max_drop, budget.max_latency, budget.target, self._threads)
+        return names, asked, self.execution.seed, len(self.images.images), [site.id for site in self.extraction.sites]
+
+    def _owners(self, find: Callable[[], Any]) -> Any:
+        """What the first process finds: times differ between processes, and all must choose alike."""
+        return self.processes.from_owner(find() if self.processes.rank == 0 else None, 0)
+
+    def _described(self, standing: Mapping[str, Variant]) -> list[tuple[str, str]]:
+        return [(site, described(variant)) for site, variant in standing.items()]
