@@ -72,30 +72,38 @@ def _inputs(program: ExportedProgram) -> list[Node]:
 
 
 def _open_axes(program: ExportedProgram, node: Node) -> dict[int, Any] | None:
-    """The axes of an input whose length is open, with the lengths that they may have; None for what is no tensor."""
+    """The axes of an input whose length is open, and how short and long they may be; None for what is no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return None
-    return {axis: _range(program, size) for axis, size in enumerate(value.shape) if is_open(size)}
+    lengths = {axis: _bounds(program, size) for axis, size in enumerate(value.shape) if is_open(size)}
+    return {axis: Dim.AUTO(min=shortest, max=longest) for axis, (shortest, longest) in lengths.items()}
 
 
-def _range(program: ExportedProgram, size: torch.SymInt) -> Any:
-    """What torch.export is told of an open axis: the longest that it may be, where there is one."""
+def _bounds(program: ExportedProgram, size: torch.SymInt) -> tuple[int, int | None]:
+    """The shortest and the longest that an open axis may be; torch writes 2 for the shortest where it takes 1 too."""
     allowed = program.range_constraints.get(size.node.expr)
-    if allowed is None or not allowed.upper.is_Integer:
-        return Dim.AUTO
-    return Dim.AUTO(max=int(allowed.upper))
+    if allowed is None:
+        return 2, None
+    return max(int(allowed.lower), 2), int(allowed.upper) if allowed.upper.is_Integer else None
 
 
 def _other_shapes(before: ExportedProgram, after: ExportedProgram) -> Refusal | None:
     for old, new in zip(_inputs(before), _inputs(after), strict=True):
-        was, now = (["open" if is_open(size) else str(size) for size in _shape(node)] for node in (old, new))
+        was, now = _lengths(before, old), _lengths(after, new)
         if was != now:
             told = f"takes {old.name} as [{', '.join(now)}], not [{', '.join(was)}]"
-            return Refusal("other-shapes", f"{told}: the form fixes a length; choose another variant, or fix it before")
+            return Refusal("other-shapes", f"{told}: choose another variant, or export the model with those lengths")
     return None
 
 
-def _shape(node: Node) -> tuple[Any, ...]:
+def _lengths(program: ExportedProgram, node: Node) -> list[str]:
+    """Each axis of an input as text: its length, or its bounds."""
     value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
+    if not isinstance(value, Tensor):
+        return []
+    return [_told(*_bounds(program, size)) if is_open(size) else str(size) for size in value.shape]
+
+
+def _told(shortest: int, longest: int | None) -> str:
+    return f"{shortest} to {'any' if longest is None else longest}"

@@ -1,0 +1,276 @@
+"""Each pass over FX graphs alone: how much it edits, that the result computes the same, and what it refuses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_vits import Encoder
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.passes.base import Edit, PassResult
+from attnrewrite.passes.fx.cleanup import CleanUp
+from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
+from attnrewrite.passes.fx.deploy import DeploySites
+from attnrewrite.passes.fx.fold_constants import FoldConstants
+from attnrewrite.passes.fx.functionalise import Functionalise, RemoveAssertions, RemoveDropout, functional_graph
+from attnrewrite.passes.fx.relu_for_gelu import ReluForGelu
+from attnrewrite.passes.fx.rewrite import FxRewrite, scan_graph
+from attnrewrite.passes.verify import relative_error
+from attnrewrite.patterns.matcher import Scanned
+from attnrewrite.plan import Placement, Plan
+from attnrewrite.variants.registry import get_variant
+
+X = torch.randn(2, 4, 6)
+
+
+class Mixed(nn.Module):
+    """An einsum, a dropout, an addition in place, a cast, a table that is looked up, a GELU, and an unused weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.unused = nn.Parameter(torch.randn(3, 6)), nn.Parameter(torch.randn(7))
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(self.first(x), 0.5, self.training)
+        y += self.table[torch.tensor([0, 2, 1, 0])]
+        y = F.gelu(torch.einsum("bnc,bmc->bnm", y, y.float()) @ x)
+        return self.last(y)
+
+
+@pytest.fixture
+def program() -> ExportedProgram:
+    torch.manual_seed(0)
+    return torch.export.export(Mixed().eval(), (X,))
+
+
+def names(program: ExportedProgram | GraphModule) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+def same(program: ExportedProgram, other: ExportedProgram | GraphModule) -> bool:
+    module = other.module() if isinstance(other, ExportedProgram) else other
+    with torch.no_grad():
+        return relative_error(module(X), program.module()(X)) < 1e-6
+
+
+def test_functionalise_writes_nothing_in_place(program: ExportedProgram) -> None:
+    result = Functionalise().apply(program)
+    gone = [edit.replaced for edit in result.edits]
+    assert [gone.count(name) for name in ("aten.einsum.default", "aten.add_.Tensor")] == [1, 1]
+    assert not {"aten.einsum.default", "aten.add_.Tensor"} & set(names(result.graph))
+    assert same(program, result.graph)
+    again = Functionalise().apply(result.graph)
+    assert again == PassResult(result.graph)
+
+
+def test_decompose_writes_out_what_its_table_holds() -> None:
+    class Attend(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.gelu(F.scaled_dot_product_attention(x, x, x, scale=0.3).roll(1, 1))
+
+    program = torch.export.export(Attend(), (X,))
+    result = Decompose(WRITTEN_OUT).apply(program)
+    gone = ["aten.scaled_dot_product_attention.default", "aten.roll.default"]  # an exact gelu is left as it is
+    assert sorted(result.edits, key=str) == sorted([*map(Edit, gone), Edit("TRAINING", "ATEN")], key=str)
+    assert "aten.gelu.default" in names(result.graph)
+    assert same(program, result.graph)
+    assert not Decompose(WRITTEN_OUT).apply(result.graph).modified
+
+
+def test_what_writes_in_place_is_not_what_decomposition_ensures(program: ExportedProgram) -> None:
+    refusal = Decompose().ensures(program, PassResult(program))
+    assert refusal is not None
+    assert (refusal.code, refusal.sentence) == ("in-place", "writes in place at detach_ (aten.detach_.default)")
+
+
+def test_another_signature_is_not_what_decomposition_ensures(program: ExportedProgram) -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x + 1, x
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return x + self.calls
+
+    others = {"other-inputs": (Two(), (X, X)), "other-outputs": (Pair(), (X,)), "other-effects": (Counting(), (X,))}
+    for code, (module, inputs) in others.items():
+        after = torch.export.export(module, inputs).run_decompositions({})
+        refusal = Decompose().ensures(program, PassResult(after))
+        assert refusal is not None
+        assert refusal.code == code
+
+
+def test_fold_constants_computes_what_follows_from_weights_alone(program: ExportedProgram) -> None:
+    functional = Decompose()(program)
+    result = FoldConstants().apply(functional)
+    assert [edit for edit in result.edits if edit.by is not None] == [Edit("index", "folded_0")]
+    assert {"table", "unused"} <= {edit.replaced for edit in result.edits if edit.by is None}
+    assert not {"table", "unused"} & {*result.graph.state_dict, *result.graph.constants}
+    assert same(program, result.graph)
+    assert not FoldConstants().apply(Decompose()(result.graph)).modified
+
+
+def test_constants_that_are_written_over_are_not_folded(program: ExportedProgram) -> None:
+    with pytest.raises(InputError, match=r"fold-constants cannot be applied: the graph writes in place at detach_ "):
+        FoldConstants()(program)
+    bare = Decompose()(program)
+    bare._example_inputs = None
+    with pytest.raises(InputError, match=r"fold-constants cannot be applied: the graph has no example inputs"):
+        FoldConstants()(bare)
+
+
+def test_dropout_goes_in_evaluation_mode(program: ExportedProgram) -> None:
+    module = program.module(check_guards=False)
+    result = RemoveDropout().apply(module)
+    assert result == PassResult(module, (Edit("dropout", "linear"),))
+    assert "aten.dropout.default" not in names(module)
+    assert same(program, module)
+    assert not RemoveDropout().apply(module).modified
+
+
+def test_dropout_of_a_model_in_training_stays() -> None:
+    module = torch.export.export(nn.Dropout(0.5).train(), (X,)).module(check_guards=False)
+    assert not RemoveDropout().apply(module).modified
+    assert names(module) == ["aten.dropout.default"]
+
+
+def test_assertions_and_what_only_they_read_go(program: ExportedProgram) -> None:
+    module = program.module(check_guards=False)
+    result = RemoveAssertions().apply(module)
+    assert result.edits == (Edit("unused"), Edit("_assert_tensor_metadata_default"))  # the weight itself stays
+    assert hasattr(module, "unused")
+    assert not any("_assert" in name for name in names(module))
+    assert same(program, module)
+    assert not RemoveAssertions().apply(module).modified
+
+
+def test_clean_up_drops_operations_weights_and_modules_that_nothing_reads(program: ExportedProgram) -> None:
+    module = functional_graph(program)
+    assert CleanUp().apply(module).edits == (Edit("unused"),)
+    (last,) = (node for node in module.graph.nodes if node.op == "output")
+    gelu = next(node for node in module.graph.nodes if "gelu" in str(node.target))
+    last.replace_input_with(last.args[0][0], gelu)
+    gone = [edit.replaced for edit in CleanUp().apply(module).edits]
+    assert gone[-2:] == ["last.weight", "last.bias"]
+    assert len(gone) == 5  # the linear map, and the two nodes that read its weights
+    assert not hasattr(module, "last")
+    assert not CleanUp().apply(module).modified
+
+
+def test_tied_weights_go_by_the_names_that_nothing_reads() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.other.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(x)
+
+    model = Tied()
+    module = torch.export.export(model, (X,)).module(check_guards=False)
+    CleanUp().apply(module)
+    assert len(dict(module.named_parameters())) == 2
+    torch.testing.assert_close(module(X), model(X))
+
+
+@pytest.fixture(scope="module")
+def scanned() -> Scanned:
+    torch.manual_seed(0)
+    model = Encoder()
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True, activation="gelu")
+    model.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    program = torch.export.export(model.eval(), (torch.randn(2, 3, 16, 16),))
+    return scan_graph(functional_graph(program), "encoder")
+
+
+def placed(scanned: Scanned, variant: str, **options: object) -> Plan:
+    return Plan("encoder", tuple(Placement.at(site, get_variant(variant, options)) for site in scanned.scan.sites))
+
+
+def test_the_rewrite_takes_the_scan_that_was_made(scanned: Scanned, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, plan = scanned.graph.module, placed(scanned, "l1")
+    scans: list[str] = []
+    monkeypatch.setattr("attnrewrite.passes.fx.rewrite.scan_graph", lambda *_: scans.append("scan") or scanned)
+    with_it = FxRewrite(plan, scanned).apply(module)
+    assert scans == []
+    without = FxRewrite(plan).apply(module)
+    assert scans == ["scan"]
+    assert with_it.edits == without.edits
+    assert [(edit.replaced, edit.by, edit.site) for edit in with_it.edits] == [
+        ("linear_1", "attention_site0", "site0"),
+        ("linear_5", "attention_site1", "site1"),
+    ]
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(with_it.graph(images), without.graph(images))
+
+
+def test_a_scan_of_another_graph_is_refused(scanned: Scanned) -> None:
+    other = functional_graph(torch.export.export(Encoder().eval(), (torch.randn(2, 3, 16, 16),)))
+    with pytest.raises(InputError, match="the graph is not the one that was scanned"):
+        FxRewrite(placed(scanned, "l1"), scanned)(other)
+
+
+def test_a_graph_that_was_not_exported_is_refused(scanned: Scanned) -> None:
+    with pytest.raises(InputError, match=r"the graph does not tell the shape of input_1: make it with torch.export"):
+        FxRewrite(placed(scanned, "l1"))(torch.fx.symbolic_trace(nn.ReLU()))
+
+
+def test_a_site_without_its_call_is_not_what_the_rewrite_ensures(scanned: Scanned) -> None:
+    rewriting = FxRewrite(placed(scanned, "l1"), scanned)
+    refusal = rewriting.ensures(scanned.graph.module, PassResult(scanned.graph.module))
+    assert refusal is not None
+    assert (refusal.code, refusal.sentence) == ("site-not-called", "does not call the module of site0 once")
+
+
+def test_what_a_variant_asks_for_around_its_site_is_among_the_edits(scanned: Scanned) -> None:
+    edits = FxRewrite(placed(scanned, "l1", relu=True), scanned).apply(scanned.graph.module).edits
+    assert [edit.replaced for edit in edits] == ["linear_1", "linear_5", "gelu", "gelu_1"]
+
+
+def test_refitted_parameters_are_edits(scanned: Scanned) -> None:
+    bias = torch.ones(5)
+    result = FxRewrite(Plan("encoder", (), {"head.bias": bias}), scanned).apply(scanned.graph.module)
+    assert result.edits == (Edit("head.bias", "head.bias"),)
+    assert torch.equal(result.graph.get_parameter("head.bias"), bias)
+    assert not FxRewrite(Plan("encoder", ()), scanned).apply(scanned.graph.module).modified
+
+
+def test_relu_for_gelu_behind_a_node(scanned: Scanned) -> None:
+    module = FxRewrite(Plan("encoder", ()), scanned)(scanned.graph.module)
+    result = ReluForGelu("linear_1").apply(module)
+    assert result.edits == (Edit("gelu", "gelu"),)
+    assert [name for name in names(module) if "lu" in name] == ["aten.relu.default", "aten.gelu.default"]
+    assert not ReluForGelu("linear_1").apply(module).modified
+    with pytest.raises(InputError, match="relu-for-gelu cannot be applied: the graph has no node 'nowhere'"):
+        ReluForGelu("nowhere")(module)
+
+
+def test_deployed_sites_compute_the_same(scanned: Scanned) -> None:
+    module = FxRewrite(placed(scanned, "polynomial"), scanned)(scanned.graph.module)
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        wanted = module(images)
+        assert DeploySites().apply(module).edits == (Edit("site0", "site0"), Edit("site1", "site1"))
+        assert relative_error(module(images), wanted) < 1e-6
+
+
+def test_a_failed_check_is_another_error_than_bad_input(program: ExportedProgram) -> None:
+    class Halved(Decompose):
+        def rewrite(self, graph: ExportedProgram) -> PassResult[ExportedProgram]:
+            return PassResult(graph)
+
+    with pytest.raises(CheckFailedError, match=r"^halved failed: the result writes in place at detach_ "):
+        Halved()(program)
