@@ -14,11 +14,8 @@ from attnrewrite.calibration.distill import Distillation, SiteDistillation
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.processes import placed
 from attnrewrite.calibration.stage import Stage, StageInput, StageReport, distance, stage_report
-from attnrewrite.errors import CheckFailedError, InputError
-from attnrewrite.images.dataset import Images, load_images
+from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.pool import Pool
-from attnrewrite.images.preprocessing import Preprocessing, Size
-from attnrewrite.request import Calibration
 
 HELD_OUT_SHARE = 8  # one image in eight, within these bounds, measures and chooses; the others are fitted
 HELD_OUT_LEAST, HELD_OUT_MOST = 2, 256
@@ -32,28 +29,6 @@ class Copy:
 
     def run(self, given: StageInput) -> tuple[str, ...]:
         return ()
-
-
-def calibration_images(
-    request: Calibration, preprocessing: Preprocessing | None, input_size: Size, seed: int
-) -> Images | None:
-    """The images that a model of `input_size` (C, H, W) is calibrated with, drawn by the seed and seen to be whole.
-    None where none were asked for.
-
-    Raises:
-        InputError: they cannot be read, do not fit the model, or are too few.
-    """
-    if request.images is None:
-        return None
-    images = load_images(request.images, request.skip_bad)
-    images.check(preprocessing, input_size)
-    drawn = images.sample(request.samples, seed)
-    if len(drawn) < HELD_OUT_SHARE:
-        raise InputError(
-            f"calibration has {len(drawn)} of the {HELD_OUT_SHARE} images that it needs at least, as one in "
-            f"{HELD_OUT_SHARE} is held out to see what helps: give more (--calibrate, --samples), better some hundreds"
-        )
-    return drawn.decoded(preprocessing, input_size)
 
 
 def calibrate(given: StageInput, steps: int = 0) -> list[StageReport]:

@@ -45,8 +45,7 @@ def convert(
     --max-latency 0.7 --for host the time. What was measured is in report.json and, as a picture, in report.html.
     """
     from attnrewrite import api
-    from attnrewrite.calibration.stages import calibration_images
-    from attnrewrite.conversion.convert import convert_source
+    from attnrewrite.conversion.convert import calibration_images, convert_source
     from attnrewrite.selection.problem import requested
 
     out = output.out
@@ -58,7 +57,7 @@ def convert(
         calibration = replace(calibration, images=_images(calibration.images, calibration.skip_bad))
     loaded = _load(source, model, run)
     if run.dry_run:
-        calibration_images(calibration, loaded.preprocessing, loaded.input_size, run.execution.seed)
+        calibration_images(loaded, calibration, run.execution.seed)
         return _planned(api.explain(loaded), variant, keep, out)
     state = out.with_name(f".{out.name}.calibration")
     with bars() as progress:

@@ -10,13 +10,13 @@ from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import Processes, joined_processes
 from attnrewrite.calibration.stage import StageInput, StageReport
-from attnrewrite.calibration.stages import calibrate, calibration_images, split
+from attnrewrite.calibration.stages import HELD_OUT_SHARE, calibrate, split
 from attnrewrite.conversion.record import Conversion, batched
 from attnrewrite.conversion.sites import fates_of, kept_sites, require_some, site_report
 from attnrewrite.errors import InputError
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
-from attnrewrite.images.dataset import Images
+from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.fx.rewrite import FxRewrite, scan_graph
 from attnrewrite.passes.site_module import written_value
@@ -51,7 +51,7 @@ def convert_source(
         InputError: the model cannot be captured, a kept site is not known, or the images cannot be used.
     """
     calibration, execution = calibration or Calibration(), execution or Execution()
-    images = calibration_images(calibration, source.preprocessing, source.input_size, execution.seed)
+    images = calibration_images(source, calibration, execution.seed)
     execution.apply()
     captured = _captured(source)
     scanned = scan_graph(captured.module, source.name)
@@ -103,6 +103,25 @@ def convert_source(
     return Conversion(
         student, plan, found, report, captured.module, source.example_inputs, source.preprocessing, source.origin
     )
+
+
+def calibration_images(source: Source, request: Calibration, seed: int) -> Images | None:
+    """The images that `source` is calibrated with, drawn by the seed and seen to be whole; None: none were asked for.
+
+    Raises:
+        InputError: they cannot be read, do not fit the model, or are too few.
+    """
+    if request.images is None:
+        return None
+    images = load_images(request.images, request.skip_bad)
+    images.check(source.preprocessing, source.input_size)
+    drawn = images.sample(request.samples, seed)
+    if len(drawn) < HELD_OUT_SHARE:
+        raise InputError(
+            f"calibration has {len(drawn)} of the {HELD_OUT_SHARE} images that it needs at least, as one in "
+            f"{HELD_OUT_SHARE} is held out to see what helps: give more (--calibrate, --samples), better some hundreds"
+        )
+    return drawn.decoded(source.preprocessing, source.input_size)
 
 
 def _pool(images: Images, source: Source, captured: Captured) -> Pool:

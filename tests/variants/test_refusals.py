@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict, dict]] = {
     "too-many-heads": ("masked", {"heads": 3}, ON_GRID),
 }
 # given by variants of other packages alone
-FOREIGN = {"refused", "keys-not-weighed"}
+FOREIGN = {"refused", "keys-not-weighed", "options-not-kept"}
 
 
 @pytest.mark.parametrize("code", CASES)
