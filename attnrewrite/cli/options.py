@@ -23,6 +23,14 @@ PANELS = {Execution: RUN, Budget: "The budget of --variant auto"}
 SourceName = Annotated[
     str, typer.Argument(metavar="SOURCE", help="The model: see attnrewrite --help.", show_default=False)
 ]
+Original = Annotated[
+    str | None,
+    typer.Option(
+        metavar="file.py:factory",
+        help="What a converted folder is held against, where its own report is not to be asked; with --checkpoint.",
+        rich_help_panel=MODEL,
+    ),
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out damaged image files, and name them.")]
 
 
