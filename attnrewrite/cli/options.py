@@ -126,7 +126,9 @@ class OutputOptions:
     """The folder that a command writes."""
 
     out: Annotated[Path, typer.Option(help="A folder to write, which must not exist yet.", show_default=False)]
-    force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Replace the output folder, where attnrewrite wrote it.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True)
