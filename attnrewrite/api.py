@@ -122,7 +122,8 @@ def evaluate(
 ) -> dict[str, records.Evaluation]:
     """Top-1 of a model and, where there is an original, its agreement with it. The model asked for comes last.
 
-    The original of a converted folder is loaded again from where it came.
+    The original of a converted folder is loaded again from where it came, where this user wrote the folder on this
+    machine from code that has not changed since; else give `original`.
 
     Raises:
         InputError: a model or the data cannot be used.
@@ -263,9 +264,9 @@ def _original(source: Model, loaded: Source, original: Model | None) -> Source |
     if loaded.folder is None or loaded.origin is None:
         return None
     try:
-        return loaded.origin.load()
+        return loaded.original()
     except InputError as error:
-        logging.getLogger("attnrewrite").warning("no agreement: the original cannot be loaded again (%s)", error)
+        logging.getLogger("attnrewrite").warning("no agreement: the original is not loaded (%s)", error)
         return None
 
 

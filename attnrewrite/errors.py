@@ -1,30 +1,44 @@
 """One family of errors, and refusals as values. Messages name the node or file, what is wrong, and the way out."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 class AttnRewriteError(Exception):
-    """Anything attnrewrite refuses to do. `exit_code` is what the command line returns for it."""
+    """Anything attnrewrite refuses to do. `exit_code` is what the command line returns for it, `code` what it is called
+    for programs.
+    """
 
     exit_code = 2
+    code = "refused"
+
+    @property
+    def site(self) -> str | None:
+        """The id of the site that the message is about; None where it names none, or several."""
+        named = set(re.findall(r"\bsite\d+\b", str(self)))
+        return named.pop() if len(named) == 1 else None
 
 
 class InputError(AttnRewriteError):
     """The source, the checkpoint, the data or an option is not usable as given."""
+
+    code = "bad-input"
 
 
 class NothingMatchedError(AttnRewriteError):
     """The model holds no attention that can be rewritten."""
 
     exit_code = 3
+    code = "nothing-matched"
 
 
 class CheckFailedError(AttnRewriteError):
     """A result did not agree with its reference: nothing was emitted."""
 
     exit_code = 4
+    code = "check-failed"
 
 
 @dataclass(frozen=True)

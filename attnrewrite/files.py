@@ -1,5 +1,8 @@
 """Files in, with what is wrong with them said in one line; files and folders out, which appear whole or not at all."""
 
+import errno
+import fcntl
+import json
 import os
 import secrets
 import shutil
@@ -7,7 +10,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import AttnRewriteError, InputError
+
+LOWERED = frozenset({"model.so", "model.tar", "model.mlpackage", "kernels.cl", "launches.json"})
+WRITTEN = LOWERED | {
+    "model.pt2", "weights.safetensors", "plan.json", "report.json", "report.html", "model.onnx", "model.onnx.data",
+}  # fmt: skip
+# What the records in a folder of ours hold: a conversion's plan, its report, a comparison's report.
+RECORDS = (("plan.json", {"model", "placements"}), ("report.json", {"model", "sites"}), ("report.json", {"rows"}))
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+ENOUGH_BYTES = 1 << 20  # a disk with less left than this is full
+_TOKEN_BYTES = 4  # of the random part of a temporary name
 
 
 def check_file(path: Path, what: str) -> None:
@@ -28,13 +41,42 @@ def check_file(path: Path, what: str) -> None:
 
 
 def check_free(out: Path, *, force: bool) -> None:
-    """Raise InputError unless `out` can be made (or, with `force`, replaced). Nothing is written."""
+    """Raise InputError unless the folder `out` can be made or, with `force`, replaced: where it is empty, or holds
+    nothing but what attnrewrite wrote. Nothing is written.
+    """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out):
         if not force:
             raise InputError(f"{out} exists: choose another output folder, or replace it with --force")
         if out == Path.home() or Path.cwd().is_relative_to(out):
             raise InputError(f"{out} holds the folder you work in and is not replaced: choose another output folder")
+        _check_ours(out)
+    _check_writable(out)
+
+
+def _check_ours(out: Path) -> None:
+    """Raise InputError unless `out` is a folder that is empty, or known to be attnrewrite's by all that it holds."""
+    keep = "is not replaced: choose another output folder, or remove it yourself"
+    if out.is_symlink() or not out.is_dir():
+        raise InputError(f"{out} is {'a link' if out.is_symlink() else 'no folder'} and {keep}")
+    names = {entry.name for entry in out.iterdir()}
+    if foreign := sorted(names - WRITTEN):
+        raise InputError(f"{out} holds {foreign[0]}, which attnrewrite did not write, and {keep}")
+    if not (names <= LOWERED or any(keys <= _keys(out / record) for record, keys in RECORDS)):
+        raise InputError(f"{out} holds neither a plan nor a report of attnrewrite, and {keep}")
+
+
+def _keys(record: Path) -> set[str]:
+    """The keys of the JSON object in a file; none where it holds no such thing."""
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    return set(content) if isinstance(content, dict) else set()
+
+
+def _check_writable(out: Path) -> None:
+    """Raise InputError where nothing can be made beside `out`."""
     parent = _nearest_existing(out.parent)
     if not parent.is_dir():
         raise InputError(f"cannot write {out}: {parent} is not a folder")
@@ -51,15 +93,103 @@ def check_apart(out: Path, given: Iterable[Path]) -> None:
 
 
 @contextmanager
+def reserved(out: Path, *, force: bool) -> Iterator[None]:
+    """Nobody else's while the block runs: the output folder `out`, which `staged` makes in it.
+
+    What killed runs left behind is put back (a folder that was about to be replaced) or removed. The lock is a file
+    beside `out` that the system frees when its process ends, however that ends.
+
+    Raises:
+        InputError: another process writes `out`, `check_free` raises it, or the disk is full.
+    """
+    out = Path(out).expanduser().absolute()
+    _check_writable(out)
+    kept = _nearest_existing(out.parent)
+    lock = out.with_name(f".{out.name}.lock")
+    try:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = _locked(lock, out)
+        except OSError as error:
+            raise InputError(f"cannot write {out}: {error.strerror}") from error
+        try:
+            _clear_leftovers(out)
+            check_free(out, force=force)
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+            os.close(descriptor)
+    except Exception as error:
+        if _is_full(error, kept):
+            raise InputError(f"cannot write {out}: {os.strerror(errno.ENOSPC)}") from error
+        raise
+    finally:
+        _prune(out.parent, kept)
+
+
+def _locked(lock: Path, out: Path) -> int:
+    """The open file `lock`, held by this process alone and naming it."""
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise InputError(
+                f"{out} is being written by another run (process {owner}): wait for it, or choose another output folder"
+            ) from error
+        if _is_open(descriptor, lock):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+            return descriptor
+        os.close(descriptor)  # whoever held it removed it meanwhile
+
+
+def _is_open(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _clear_leftovers(out: Path) -> None:
+    """Undo what a killed run left beside `out`: `staged` renames the old folder away, then the new one into place."""
+    for old in _leftovers(out, "replaced"):
+        if os.path.lexists(out):
+            _remove(old)
+        else:
+            old.rename(out)
+    for partial in _leftovers(out, "partial"):
+        _remove(partial)
+
+
+def _leftovers(out: Path, kind: str) -> list[Path]:
+    start = f".{out.name}."
+    length = len(start) + 2 * _TOKEN_BYTES + len(f".{kind}")
+    beside = (path for path in out.parent.iterdir() if len(path.name) == length)
+    return [path for path in beside if path.name.startswith(start) and path.suffix == f".{kind}"]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
 def staged(out: Path, *, force: bool) -> Iterator[Path]:
     """A temporary folder beside `out` that becomes `out` when the block succeeds, and goes when it fails.
 
     An existing `out` is refused unless `force`, which replaces it: the old one stays until the new one is whole.
-    Raises InputError where `out` cannot be written.
+
+    Raises:
+        InputError: `check_free` raises it, or `out` cannot be written, as on a full disk.
     """
     out = Path(out).expanduser().absolute()
     check_free(out, force=force)
-    stage = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    stage = out.with_name(f".{out.name}.{secrets.token_hex(_TOKEN_BYTES)}.partial")
     kept = _nearest_existing(out.parent)
     try:
         try:
@@ -68,10 +198,22 @@ def staged(out: Path, *, force: bool) -> Iterator[Path]:
             raise InputError(f"cannot write {out}: {error.strerror}") from error
         yield stage
         _replace(stage, out, force=force)
-    except BaseException:
+    except BaseException as error:
+        full = _is_full(error, kept)
         shutil.rmtree(stage, ignore_errors=True)
         _prune(out.parent, kept)
+        if full:
+            raise InputError(f"cannot write {out}: {os.strerror(errno.ENOSPC)}") from error
         raise
+
+
+def _is_full(error: BaseException, folder: Path) -> bool:
+    """Whether a disk without room is why writing into `folder` failed, in the errors of torch and safetensors, too."""
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return True
+    if isinstance(error, AttnRewriteError) or not isinstance(error, Exception):
+        return False
+    return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(folder).free < ENOUGH_BYTES
 
 
 def check_free_file(out: Path, *, force: bool) -> None:
@@ -81,7 +223,7 @@ def check_free_file(out: Path, *, force: bool) -> None:
         raise InputError(f"{out} is a folder: give the name of a file to write in it")
     if os.path.lexists(out) and not force:
         raise InputError(f"{out} exists: choose another file, or replace it with --force")
-    check_free(out, force=force)
+    _check_writable(out.absolute())
 
 
 def write_file(out: Path, text: str, *, force: bool) -> None:
@@ -91,7 +233,7 @@ def write_file(out: Path, text: str, *, force: bool) -> None:
     """
     out = Path(out).expanduser().absolute()
     check_free_file(out, force=force)
-    stage = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    stage = out.with_name(f".{out.name}.{secrets.token_hex(_TOKEN_BYTES)}.partial")
     kept = _nearest_existing(out.parent)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -116,10 +258,8 @@ def _replace(stage: Path, out: Path, *, force: bool) -> None:
         if os.path.lexists(old) and not os.path.lexists(out):
             old.rename(out)
         raise InputError(f"cannot write {out}: {error.strerror}") from error
-    if old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old)
-    else:
-        old.unlink(missing_ok=True)
+    if os.path.lexists(old):
+        _remove(old)
 
 
 def _nearest_existing(folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """What several tests start from: one thread, the folder of shared data, and a Python file of small models."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,14 @@ def a_string():
 def needs(argument):
     return Vit()
 '''
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is kept for the user is kept for these tests alone, by commands that they start, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

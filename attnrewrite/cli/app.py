@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from attnrewrite import __version__
 from attnrewrite.cli.options import flattened, save_config
 from attnrewrite.cli.output import Outcome, results_alone, show
+from attnrewrite.files import reserved
 
 app = typer.Typer(
     name="attnrewrite",
@@ -33,8 +35,11 @@ def command(example: str) -> Callable[[Callable[..., Outcome]], Callable[..., Ou
 
             if values["save_config"] is not None:
                 save_config(context, values["save_config"])
-            with results_alone():
-                outcome = flat(**values)
+            with ExitStack() as held:
+                if "out" in values and not values["dry_run"] and first_process():
+                    held.enter_context(reserved(values["out"], force=values["force"]))
+                with results_alone():
+                    outcome = flat(**values)
             if first_process():
                 show(outcome, as_json=values["json"])
             return outcome.exit_code

@@ -11,7 +11,15 @@ import typer
 
 from attnrewrite.cli.app import app, command
 from attnrewrite.cli.explain import explain
-from attnrewrite.cli.options import ModelOptions, OutputOptions, RunOptions, SkipBad, SourceName, VariantOptions
+from attnrewrite.cli.options import (
+    ModelOptions,
+    Original,
+    OutputOptions,
+    RunOptions,
+    SkipBad,
+    SourceName,
+    VariantOptions,
+)
 from attnrewrite.cli.output import Outcome, bars, conversion_table, evaluation_table, say, table
 from attnrewrite.errors import InputError
 from attnrewrite.files import check_apart, check_free, staged
@@ -79,21 +87,27 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Images in one pass.", show_default="128")] = None,
     skip_bad: SkipBad = False,
+    original: Original = None,
 ) -> Outcome:
-    """Measure top-1 accuracy and, for a converted model, how often it agrees with the original."""
+    """Measure top-1 accuracy and, for a converted model, how often it agrees with the original.
+
+    The original is loaded as the folder's report says where you wrote the folder on this machine and the original's
+    file is unchanged; else name it with --original.
+    """
     from attnrewrite import api
 
     images = _images(data, skip_bad)
     images = images.sample(samples, run.execution.seed) if samples else images
-    loaded = _load(source, model, run)
+    loaded = _load(source, model if original is None else replace(model, checkpoint=None), run)
     images.check(loaded.preprocessing, loaded.input_size)
+    held = None if original is None else loaded.original(original, model.checkpoint)
     if run.dry_run:
         return _would(f"evaluate {source} on {len(images)} images", source=source, n=len(images))
     with bars() as progress:
-        found = api.evaluate(loaded, images, batch_size=batch_size, progress=progress)
+        found = api.evaluate(loaded, images, original=held, batch_size=batch_size, progress=progress)
     asked = asdict(list(found.values())[-1])
-    original = asdict(next(iter(found.values()))) if len(found) > 1 else None
-    return Outcome({**asked, "original": original}, evaluation_table(found))
+    beside = asdict(next(iter(found.values()))) if len(found) > 1 else None
+    return Outcome({**asked, "original": beside}, evaluation_table(found))
 
 
 @command("attnrewrite lower out/vit --target arm-cpu --out out/arm")

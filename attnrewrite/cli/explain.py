@@ -1,14 +1,14 @@
 """The command that looks: the sites and near misses of a model as a table, as JSON, and as pages."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnrewrite.cli.app import command
-from attnrewrite.cli.options import ModelOptions, RunOptions, SourceName
+from attnrewrite.cli.options import ModelOptions, Original, RunOptions, SourceName
 from attnrewrite.cli.output import Outcome, table
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.files import check_free_file, write_file
@@ -38,17 +38,22 @@ def explain(
         Path | None,
         typer.Option(metavar="FILE", help="Lay what each site makes of --image over it, as an HTML page."),
     ] = None,
+    original: Original = None,
     force: Annotated[bool, typer.Option("--force", help="Replace pages that exist.")] = False,
 ) -> Outcome:
     """Find every attention site, and every softmax that almost is one, and say which variants can stand there.
 
-    With --image and --maps, a folder that convert wrote is shown beside the model it was made from.
+    With --image and --maps, a folder that convert wrote is shown beside the model it was made from. That is loaded as
+    the folder's report says where you wrote the folder on this machine; else name it with --original.
     """
     _check_pages(graph, image, maps, force=force)
+    if original is not None and maps is None:
+        raise InputError(f"--original {original} is what --image and --maps show a converted folder beside: give both")
+    how = asdict(model if original is None else replace(model, checkpoint=None))
     from attnrewrite import api
 
     run.execution.apply()
-    view, scan = api.examine(source, **asdict(model))
+    view, scan = api.examine(source, **how)
     supported = api.supported(scan)
     nothing = f"attnrewrite: nothing matched: {scan.model} holds no attention that can be rewritten"
     notes = [] if len(scan) else [nothing]
@@ -62,7 +67,9 @@ def explain(
         from attnrewrite.pages.maps.image_maps import image_maps
         from attnrewrite.pages.maps.page import maps_page
 
-        pages[maps] = maps_page(image_maps(load_source(source, **asdict(model)), image))
+        loaded = load_source(source, **how)
+        beside = None if original is None else loaded.original(original, model.checkpoint)
+        pages[maps] = maps_page(image_maps(loaded, image, beside))
     notes += [_written(page, text, run, force=force) for page, text in pages.items()]
     shown = scan_table(scan, supported)
     return Outcome(scan_data(scan, supported), shown, exit_code=0 if len(scan) else 3, note="; ".join(notes) or None)

@@ -23,6 +23,14 @@ PANELS = {Execution: RUN, Budget: "The budget of --variant auto"}
 SourceName = Annotated[
     str, typer.Argument(metavar="SOURCE", help="The model: see attnrewrite --help.", show_default=False)
 ]
+Original = Annotated[
+    str | None,
+    typer.Option(
+        metavar="file.py:factory",
+        help="What a converted folder is held against, where its own report is not to be asked; with --checkpoint.",
+        rich_help_panel=MODEL,
+    ),
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out damaged image files, and name them.")]
 
 
@@ -118,7 +126,9 @@ class OutputOptions:
     """The folder that a command writes."""
 
     out: Annotated[Path, typer.Option(help="A folder to write, which must not exist yet.", show_default=False)]
-    force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Replace the output folder, where attnrewrite wrote it.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnrewrite.errors import NothingMatchedError
 from attnrewrite.evaluation.records import Evaluation
 
 if TYPE_CHECKING:
@@ -27,10 +28,20 @@ class Outcome:
     note: str | None = None
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong, as --json prints it: a code for programs, one sentence, and the site that it is about."""
+
+    code: str
+    message: str
+    site: str | None = None
+
+
 def show(outcome: Outcome, *, as_json: bool) -> None:
     """Print an outcome on standard output."""
     if as_json:
-        text = json.dumps(_finite(outcome.data), indent=2, allow_nan=False) + "\n"
+        failed = {} if outcome.exit_code == 0 else {"error": asdict(_failure(outcome))}
+        text = json.dumps(_finite(outcome.data | failed), indent=2, allow_nan=False) + "\n"
     else:
         from rich.console import Console
 
@@ -42,6 +53,11 @@ def show(outcome: Outcome, *, as_json: bool) -> None:
     sys.stdout.flush()
     if outcome.note:
         say(outcome.note)
+
+
+def _failure(outcome: Outcome) -> Failure:
+    """Why a command that has a result to show does not return 0: nothing matched."""
+    return Failure(NothingMatchedError.code, (outcome.note or "nothing matched").removeprefix("attnrewrite: "))
 
 
 def _finite(value: Any) -> Any:

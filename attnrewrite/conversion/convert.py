@@ -101,7 +101,15 @@ def convert_source(
     } | ({} if selection.report is None else {"selection": selection.report})
     plan = _final_plan(found, selection.standing, student, captured.module)
     return Conversion(
-        student, plan, found, report, captured.module, source.example_inputs, source.preprocessing, source.origin
+        student,
+        plan,
+        found,
+        report,
+        captured.module,
+        source.example_inputs,
+        source.preprocessing,
+        source.origin,
+        source.code,
     )
 
 

@@ -18,6 +18,7 @@ from attnrewrite.errors import InputError
 from attnrewrite.files import staged
 from attnrewrite.frontends.capture import export
 from attnrewrite.frontends.sources import Origin
+from attnrewrite.frontends.trust import remember
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.copying import quiet_copying
@@ -37,6 +38,7 @@ class Conversion:
     """A converted model, and `original`, the captured graph that it came from.
 
     `report` is what report.json holds: the source, what became of each site, the checks and the calibration stages.
+    `code` is the digest of the file whose code made the original (see `Source.code`).
     """
 
     module: GraphModule
@@ -47,6 +49,7 @@ class Conversion:
     example_inputs: tuple[Tensor, ...]
     preprocessing: Preprocessing | None
     origin: Origin | None
+    code: str | None = None
 
     def export(self) -> ExportedProgram:
         """The converted model as it is deployed, as an exported program that was checked against it.
@@ -65,7 +68,8 @@ class Conversion:
         """Write model.pt2, weights.safetensors, plan.json and report.json into the new folder `out`.
 
         What auto selected has a page beside it, report.html; a model that was read from ONNX is written as model.onnx
-        too. Of the processes that torchrun started, which all hold the same model, the first one writes.
+        too. The folder is remembered as this user's own, where its original was. Of the processes that torchrun
+        started, which all hold the same model, the first one writes.
 
         Raises:
             InputError: the folder exists (without `force`) or cannot be written.
@@ -82,6 +86,8 @@ class Conversion:
                 self._write_page(folder)
             if self.origin is not None and self.origin.spec.endswith(".onnx"):
                 self._write_onnx(Path(self.origin.spec), folder)
+        if self.code is not None:
+            remember(Path(out), self.code)
         return Path(out)
 
     def _write_page(self, folder: Path) -> None:

@@ -23,7 +23,7 @@ def call_factory(spec: str) -> tuple[Path, str, nn.Module]:
     Raises:
         InputError: the file cannot be used, or fails, and at which line.
     """
-    path, name = _split(spec)
+    path, name = split_factory(spec)
     known = _functions(path)
     if not name:
         raise InputError(
@@ -43,7 +43,8 @@ def call_factory(spec: str) -> tuple[Path, str, nn.Module]:
     return path, name, model
 
 
-def _split(spec: str) -> tuple[Path, str]:
+def split_factory(spec: str) -> tuple[Path, str]:
+    """The file and the factory that `spec` names; an empty name where it names none."""
     file, colon, name = spec.rpartition(".py:")
     return (Path(file + ".py").expanduser(), name) if colon else (Path(spec).expanduser(), "")
 

@@ -20,8 +20,9 @@ from torch.export import ExportedProgram
 from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.files import check_file
 from attnrewrite.frontends.checkpoints import SUFFIXES, load_checkpoint, read_program
-from attnrewrite.frontends.factories import call_factory
+from attnrewrite.frontends.factories import call_factory, split_factory
 from attnrewrite.frontends.libraries import LIBRARIES, PRETRAINED, build
+from attnrewrite.frontends.trust import NO_CODE, code_digest, remembered
 from attnrewrite.images.preprocessing import (
     Preprocessing,
     Size,
@@ -39,7 +40,7 @@ __all__ = ["Origin", "Preprocessing", "Source", "load_source"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model came from, as JSON-able values: what `load_source` needs to load it again."""
+    """Where a model came from, as JSON-able values: what `load_source` needs to load it again. Paths are absolute."""
 
     spec: str
     checkpoint: str | None = None
@@ -55,8 +56,26 @@ class Origin:
             return None
         return Preprocessing(self.mean, self.std, self.crop, self.interpolation)
 
+    @property
+    def file(self) -> Path | None:
+        """The file that holds the model; None for a model of a library."""
+        if self.spec.partition(":")[0] in LIBRARIES:
+            return None
+        return split_factory(self.spec)[0] if _is_factory(self.spec) else Path(self.spec)
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether loading it may run what its file says: a Python file, or the expressions of an exported program."""
+        if self.file is None:
+            return False
+        return _is_factory(self.spec) or self.file.suffix != ".onnx" or self.file.is_dir()
+
     def load(self) -> "Source":
-        """The model again, with the same weights. Raises InputError where it is no longer there."""
+        """The model again, with the same weights, by whatever code it names: see `Source.original`.
+
+        Raises:
+            InputError: it is no longer there.
+        """
         source = load_source(self.spec, checkpoint=self.checkpoint, input_size=self.input_size)
         return replace(source, preprocessing=as_taken(self.preprocessing, source.example_inputs[0]))
 
@@ -67,7 +86,8 @@ class Source:
 
     `example_inputs` is what it runs on: [1, C, H, W] where attnrewrite made it. `origin` is how to load it again (of a
     converted folder: how to load the model it was converted from); None for what exists in memory only. `folder` is
-    the converted folder that it was read from, or None.
+    the converted folder that it was read from, or None. `code` is the digest of the file whose code made it, NO_CODE
+    where none did; None of a folder and of what exists in memory only.
     """
 
     name: str
@@ -78,6 +98,24 @@ class Source:
     origin: Origin | None = None
     folder: Path | None = None
     own: Scan | None = None
+    code: str | None = None
+
+    def original(self, spec: str | None = None, checkpoint: str | None = None) -> "Source":
+        """The model that this converted folder was made from: `spec` and `checkpoint` where they are given, else as the
+        folder's report says, if no code would run by it that this user did not name.
+
+        Raises:
+            InputError: it is not known or no longer there, or may not be loaded unasked; the message says what to give.
+        """
+        if self.folder is None:
+            raise InputError(f"{self.name} is not a folder that convert wrote: it has no original")
+        if self.origin is None:
+            raise InputError(f"{self.folder} was converted from a model in memory: its original cannot be loaded")
+        if spec is None:
+            _require_own(self.origin, self.folder)
+        return replace(
+            self.origin, spec=spec or self.origin.spec, checkpoint=checkpoint or self.origin.checkpoint
+        ).load()
 
     @property
     def input_size(self) -> Size:
@@ -134,6 +172,28 @@ def load_source(
     return replace(loaded, origin=_describe(loaded.origin, loaded) if loaded.origin else None)
 
 
+def _require_own(origin: Origin, folder: Path) -> None:
+    """Raise InputError where loading `origin`, which a folder's report names, would do what nobody asked for.
+
+    It is asked for where this user wrote the folder on this machine, and the code's file is still what it was then.
+    """
+    give = f"to load it, name it: --original {origin.spec}"
+    if origin.checkpoint is not None and origin.checkpoint != PRETRAINED and not Path(origin.checkpoint).is_absolute():
+        raise InputError(f"{folder} names its original's weights by a relative path, {origin.checkpoint}; {give}")
+    if origin.file is not None and not origin.file.is_absolute():
+        raise InputError(f"{folder} names its original by a relative path, {origin.spec}; {give}")
+    if not (origin.runs_code or origin.checkpoint == PRETRAINED):
+        return
+    wrote = remembered(folder)
+    if wrote is None:
+        raise InputError(
+            f"{folder} was not written by you on this machine, and loading the original that it names would run or "
+            f"download what it says; {give}"
+        )
+    if origin.runs_code and origin.file is not None and wrote != code_digest(origin.file):
+        raise InputError(f"{origin.file} has changed since {folder} was made from it; {give}")
+
+
 def _describe(origin: Origin, source: Source) -> Origin:
     """`origin` with the sizes and preprocessing in force."""
     known = source.preprocessing
@@ -171,7 +231,7 @@ def _from_spec(spec: str, checkpoint: str | None, size: Size | None) -> Source:
     library, colon, name = spec.partition(":")
     if colon and library in LIBRARIES:
         return _from_library(library, name, checkpoint, size)
-    if re.search(r"\.py(:|$)", spec):
+    if _is_factory(spec):
         return _from_factory(spec, checkpoint)
     if re.match(r"\w+://", spec):
         raise InputError(f"{spec} is an address: download the file first")
@@ -179,7 +239,8 @@ def _from_spec(spec: str, checkpoint: str | None, size: Size | None) -> Source:
         return _from_folder(path, checkpoint)
     if path.suffix == ".pt2":
         origin = Origin(str(path.absolute()))
-        return replace(_from_program(read_program(path), path.stem, checkpoint), origin=origin)
+        program = _from_program(read_program(path), path.stem, checkpoint)
+        return replace(program, origin=origin, code=code_digest(path))
     if path.suffix == ".onnx":
         return _from_onnx(path, checkpoint, size)
     if path.suffix in SUFFIXES:
@@ -207,6 +268,7 @@ def _from_library(library: str, name: str, checkpoint: str | None, size: Size | 
         example_inputs=_example(built.input_size) if built.input_size else (),
         preprocessing=built.preprocessing,
         origin=Origin(spec, _absolute(checkpoint), size),
+        code=NO_CODE,
     )
 
 
@@ -230,7 +292,8 @@ def _from_onnx(path: Path, checkpoint: str | None, size: Size | None) -> Source:
     from attnrewrite.frontends.onnx_file import load_file
 
     module, inputs, own = load_file(path, size)
-    return Source(path.stem, module, None, inputs, origin=Origin(str(path.absolute()), input_size=size), own=own)
+    origin = Origin(str(path.absolute()), input_size=size)
+    return Source(path.stem, module, None, inputs, origin=origin, own=own, code=NO_CODE)
 
 
 def examine_onnx(
@@ -246,6 +309,11 @@ def examine_onnx(
     from attnrewrite.frontends.onnx_file import examine_file
 
     return examine_file(path, None if input_size is None else parse_size(input_size))
+
+
+def _is_factory(spec: str) -> bool:
+    """Whether a name is that of a Python file, with or without a factory in it."""
+    return re.search(r"\.py(:|$)", spec) is not None
 
 
 def _is_onnx(source: object) -> bool:
@@ -264,7 +332,7 @@ def _check_onnx(path: Path, checkpoint: str | None) -> None:
 
 def _from_factory(spec: str, checkpoint: str | None) -> Source:
     path, name, model = call_factory(spec)
-    loaded = replace(_from_module(model, checkpoint), name=name)
+    loaded = replace(_from_module(model, checkpoint), name=name, code=code_digest(path))
     return replace(loaded, origin=Origin(f"{path.absolute()}:{name}", _absolute(checkpoint)))
 
 

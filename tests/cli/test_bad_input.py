@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from bad_command_lines import CASES, EVALUATE, SIZE
 from PIL import Image
 
 from attnrewrite.cli.main import main
+from attnrewrite.errors import CheckFailedError
 from attnrewrite.frontends.sources import load_source
 
 
@@ -71,6 +74,8 @@ def given(tmp_path_factory: pytest.TempPathFactory, models_file: Path) -> Path:
     (folder / "negative.toml").write_text("max-drop = -1\nvariant = 'auto'\ncalibrate = 'some.npz'")
     Image.fromarray(noise).save(folder / "damaged" / "a.jpg")
     (folder / "damaged" / "b.jpg").write_bytes((folder / "damaged" / "a.jpg").read_bytes()[:-2000])
+    (folder / "ours").mkdir()
+    (folder / "ours" / "report.json").write_text('{"rows": []}')
     (folder / "existing" / "mine.txt").write_text("keep me")
     (folder / "bad.toml").write_text("variant = ")
     (folder / "typo.toml").write_text("varaint = 'l1'")
@@ -88,8 +93,47 @@ def test_bad_input(given: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert code == exit_code, printed.err
     assert message in lines[-1]
     assert len(lines) == 1
-    assert printed.out == "" or "dry" in case
+    told = json.loads(printed.out)
+    assert list(told["error"]) == ["code", "message", "site"]
+    assert message in " ".join(told["error"]["message"].split())
+    assert "dry" in case or list(told) == ["error"]
+    assert told["error"]["code"] in {2: ("bad-input", "bad-usage"), 3: ("nothing-matched",)}[exit_code]
     assert contents(given) == before
+
+
+def test_what_nobody_expected_is_told_in_json_too(
+    given: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(given)
+    for raised, exit_code, code, message in (
+        (CheckFailedError("site1 (blocks.1): differs by 1"), 4, "check-failed", "site1 (blocks.1): differs by 1"),
+        (RuntimeError("a bug\nin two lines"), 1, "unexpected", "RuntimeError: a bug (ATTNREWRITE_DEBUG=1 shows where)"),
+        (KeyboardInterrupt(), 130, "stopped", "stopped"),
+    ):
+
+        def fail(*_: object, error: BaseException = raised, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("attnrewrite.api.examine", fail)
+        assert main([*f"explain models.py:vit {SIZE} --json".split()]) == exit_code
+        told = json.loads(capsys.readouterr().out)
+        assert told == {"error": {"code": code, "message": message, "site": "site1" if exit_code == 4 else None}}
+
+
+def test_sites_and_near_misses_of_a_model_without_attention_come_with_the_error(
+    given: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(given)
+    assert main([*f"explain models.py:gated {SIZE} --json".split()]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert (told["sites"], len(told["near_misses"]), told["error"]["code"]) == ([], 1, "nothing-matched")
+
+
+def test_a_reader_who_has_had_enough_ends_it_quietly() -> None:
+    command = f"{sys.executable} -m attnrewrite variants --json | head -c 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert (done.stdout, done.stderr) == ("{", "")
+    assert done.returncode in (0, 141)  # 0 where it had written all before the reader left
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -116,8 +160,9 @@ def test_a_disk_that_fills_up_leaves_nothing(
 
     monkeypatch.chdir(given)
     monkeypatch.setattr(torch.export, "save", full)
-    assert main([*f"convert models.py:vit {SIZE} --out".split(), str(tmp_path / "new" / "out")]) == 1
-    assert "No space left on device" in capsys.readouterr().err
+    assert main([*f"convert models.py:vit {SIZE} --out".split(), str(tmp_path / "new" / "out")]) == 2
+    assert "error: cannot write" in (told := capsys.readouterr().err)
+    assert "No space left on device" in told
     assert os.listdir(tmp_path) == []
 
 

@@ -195,6 +195,7 @@ CASES: dict[str, tuple[str, int, str]] = {
     "a seed in words": (f"{CONVERT} --seed often", 2, "Invalid value for '--seed'"),
     "no output folder": (f"convert models.py:vit {SIZE}", 2, "Missing option '--out'"),
     # The output folder and the configuration.
+    "someone else's folder": (f"{CONVERT} --out existing --force", 2, "existing holds mine.txt, which attnrewrite did"),
     "an existing folder": (
         f"convert models.py:vit {SIZE} --out existing",
         2,
@@ -202,17 +203,26 @@ CASES: dict[str, tuple[str, int, str]] = {
     ),
     "the folder one is in": (f"convert models.py:vit {SIZE} --out . --force", 2, "holds the folder you work in"),
     "a file for a folder": (f"convert models.py:vit {SIZE} --out good.npz/out", 2, "good.npz is not a folder"),
-    "the data for a folder": (f"{CALIBRATE} some.npz --out some.npz --force", 2, "some.npz, which is read: choose"),
-    "the pictures' folder": (f"{CALIBRATE} torn --out torn --force", 2, "torn is, or holds, torn, which is read"),
+    "the data for a folder": (
+        f"{CALIBRATE} some.npz --out some.npz --force",
+        2,
+        "some.npz is no folder and is not replaced: choose",
+    ),
+    "the pictures' folder": (
+        f"{CALIBRATE} torn --out torn --force",
+        2,
+        "torn holds 0.jpg, which attnrewrite did not write",
+    ),
+    "what is read": (f"{CALIBRATE} ours --out ours --force", 2, "ours is, or holds, ours, which is read: choose"),
     "the model's file": (
         f"{CONVERT} --out models.py --force",
         2,
-        "models.py, which is read: choose another output folder",
+        "models.py is no folder and is not replaced: choose another output folder",
     ),
     "the checkpoint, to lower": (
         f"lower models.py:vit {SIZE} --checkpoint good.pth --target host --out good.pth --force",
         2,
-        "good.pth, which is read",
+        "good.pth is no folder and is not replaced",
     ),
     "existing, to lower": (f"lower models.py:vit {SIZE} --target host --out existing", 2, "existing exists"),
     "existing, to compare": (f"compare models.py:vit {SIZE} --target host --out existing", 2, "existing exists"),

@@ -69,13 +69,15 @@ class ImageMaps:
     sites: tuple[SiteMaps, ...]
 
 
-def image_maps(source: Source, image: Path) -> ImageMaps:
+def image_maps(source: Source, image: Path, original: Source | None = None) -> ImageMaps:
     """The maps of every site of a model; of a converted folder, those of the model it was made from beside its own.
+
+    `original` is that model, where the folder's own report is not to be asked for it.
 
     Raises:
         InputError: the image or the model cannot be used, or the original of a converted folder is gone.
     """
-    plan, original = _plan_and_original(source)
+    plan, original = _plan_and_original(source, original)
     Files((image,), str(image)).check(original.preprocessing, original.input_size)
     assert original.preprocessing is not None, "checked"
     pixels = read_picture(image, original.preprocessing, original.input_size)
@@ -105,12 +107,10 @@ def image_maps(source: Source, image: Path) -> ImageMaps:
     )
 
 
-def _plan_and_original(source: Source) -> tuple[Plan | None, Source]:
+def _plan_and_original(source: Source, original: Source | None) -> tuple[Plan | None, Source]:
     if source.folder is None:
         return None, source
-    if source.origin is None:
-        raise InputError(f"{source.folder} was converted from a model in memory: its sites cannot be looked into")
-    original = source.origin.load()
+    original = original or source.original()
     return Plan.load(source.folder), replace(original, preprocessing=source.preprocessing or original.preprocessing)
 
 
