@@ -1,5 +1,6 @@
 """The plan: which variant stands at which site, with which weights. JSON and safetensors, applied by any pass."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class Plan:
         tensors |= {f"parameters.{name}": tensor for name, tensor in self.parameters.items()}
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         save_file(tensors, folder / WEIGHTS_FILE)
+        document.weights_sha256 = _sha256(folder / WEIGHTS_FILE)
         (folder / PLAN_FILE).write_text(json.dumps(document.model_dump(), indent=1) + "\n")
 
     @staticmethod
@@ -73,10 +75,13 @@ class Plan:
         document = _read_document(folder / PLAN_FILE)
         try:
             tensors = load_file(folder / WEIGHTS_FILE)
+            found = _sha256(folder / WEIGHTS_FILE)
         except (OSError, SafetensorError) as error:
             raise InputError(
                 f"{folder / WEIGHTS_FILE}: cannot be read as safetensors ({error}); convert again"
             ) from error
+        if document.weights_sha256 not in (None, found):
+            raise InputError(f"{folder / WEIGHTS_FILE}: not the weights that {PLAN_FILE} was saved with; convert again")
         tensors = {_of_today(name): tensor for name, tensor in tensors.items()}
         placements = tuple(
             Placement(
@@ -140,6 +145,7 @@ class _Document(BaseModel):
     version: Literal[1] = 1
     model: str
     placements: list[_Entry]
+    weights_sha256: str | None = None  # version 0.1.0 wrote none
 
 
 def _read_document(path: Path) -> _Document:
@@ -150,6 +156,11 @@ def _read_document(path: Path) -> _Document:
     except (ValidationError, UnicodeDecodeError) as error:
         what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise InputError(f"{path}: not a plan of this version ({what}); convert again") from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

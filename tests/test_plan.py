@@ -87,7 +87,7 @@ def test_an_unknown_variant_in_a_plan_is_an_error_with_the_nearest_name(
 
 
 def test_a_plan_of_version_0_1_0_loads(tmp_path: Path) -> None:
-    """It called the maps of query and key `recut`."""
+    """It called the maps of query and key `recut`, and kept no checksum of the weights."""
     torch.manual_seed(0)
     done = ar.convert(Encoder(), (torch.randn(2, 3, 16, 16),), variant="relu-linear")
     done.plan.save(tmp_path)
@@ -95,6 +95,21 @@ def test_a_plan_of_version_0_1_0_loads(tmp_path: Path) -> None:
     old = {name.replace(".qk_maps.", ".recut."): tensor for name, tensor in tensors.items()}
     assert old.keys() != tensors.keys()
     save_file(old, tmp_path / WEIGHTS_FILE)
+    document = json.loads((tmp_path / PLAN_FILE).read_text())
+    del document["weights_sha256"]
+    (tmp_path / PLAN_FILE).write_text(json.dumps(document))
     x = torch.randn(5, 3, 16, 16)
     with torch.no_grad():
         assert torch.equal(FxRewrite(Plan.load(tmp_path))(fresh())(x), done.module(x))
+
+
+def test_other_weights_than_those_it_was_saved_with_are_refused(
+    converted: tuple[ar.Conversion, Path], tmp_path: Path
+) -> None:
+    (tmp_path / PLAN_FILE).write_bytes((converted[1] / PLAN_FILE).read_bytes())
+    tensors = load_file(converted[1] / WEIGHTS_FILE)
+    changed = next(iter(tensors))
+    save_file(tensors | {changed: tensors[changed] + 1}, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(InputError, match=r"not the weights that plan\.json was saved with; convert again") as caught:
+        Plan.load(tmp_path)
+    assert str(tmp_path / WEIGHTS_FILE) in str(caught.value)

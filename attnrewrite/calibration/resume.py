@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import attnrewrite
+
 
 @dataclass(frozen=True)
 class State:
     """Checkpoints in `folder`, or none kept where it is None.
 
-    A checkpoint is only taken up by a stage that started from the very same weights with the very same options: another
-    command starts anew.
+    A checkpoint is only taken up by a stage that started from the very same weights and images with the very same
+    options, in the same version of the code: anything else starts anew.
     """
 
     folder: Path | None = None
@@ -27,8 +29,11 @@ class State:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         fresh = self._file(name).with_suffix(".tmp")
-        torch.save({"key": key, "content": content}, fresh)
-        os.replace(fresh, self._file(name))
+        try:
+            torch.save({"key": key, "content": content}, fresh)
+            os.replace(fresh, self._file(name))
+        finally:
+            fresh.unlink(missing_ok=True)
 
     def load(self, name: str, key: str) -> dict[str, Any] | None:
         """The checkpoint that was saved under `name` with `key`, if there is one."""
@@ -43,8 +48,9 @@ class State:
 
 
 def resume_key(tensors: Iterable[Tensor], *options: object) -> str:
-    """A hash of weights and options: what a stage starts from."""
-    digest = hashlib.blake2b(repr(options).encode(), digest_size=16)
+    """A hash of tensors, options and the code's version: what a stage starts from."""
+    versions = (attnrewrite.__version__, torch.__version__)
+    digest = hashlib.blake2b(repr((versions, options)).encode(), digest_size=16)
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -82,7 +82,15 @@ def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, best
     parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=schedule.rate)
     parts: dict[str, Any] = {"student": student, "optimizer": optimizer} | ({"best": best} if best else {})
-    key = resume_key(student.state_dict().values(), name, schedule, given.execution.seed, given.processes.size)
+    key = resume_key(
+        student.state_dict().values(),
+        name,
+        schedule,
+        given.execution.seed,
+        given.processes.size,
+        given.images.digest,
+        given.held_out.digest,
+    )
     begin, goes_on = _resume(name, given, key, parts)
     for step in range(begin, schedule.steps):
         if not goes_on:

@@ -1,5 +1,6 @@
 """Images in: a folder, an .npz or an iterable of tensors, given out as the model's inputs, batch by batch."""
 
+import hashlib
 import math
 import zipfile
 import zlib
@@ -31,6 +32,9 @@ class Pixels(Protocol):
 
     def __getitem__(self, indices: np.ndarray) -> "Pixels":
         """The images at `indices`, in that order."""
+
+    def digest(self) -> str:
+        """A hash of every image's own bytes, in their order."""
 
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         """Raise InputError where these images cannot be read as inputs of `size`."""
@@ -64,6 +68,11 @@ class Images:
     def take(self, indices: np.ndarray) -> "Images":
         """The images at `indices` [n], in that order, with their labels. Pixels in memory are shared, not copied."""
         return replace(self, x=self.x[indices], y=None if self.y is None else self.y[indices])
+
+    def digest(self) -> str:
+        """A hash of the images and labels themselves, in their order."""
+        labels = b"" if self.y is None else self.y.tobytes()
+        return _hash(self.x.digest().encode(), labels)
 
     def decoded(self, preprocessing: Preprocessing | None, input_size: Size) -> "Images":
         """The same images, each picture file read to its end, once.
@@ -119,6 +128,10 @@ class Array:
     def __getitem__(self, indices: np.ndarray) -> "Array":
         return replace(self, chosen=indices if self.chosen is None else self.chosen[indices])
 
+    def digest(self) -> str:
+        values = self.values if self.chosen is None else self.values[self.chosen]
+        return _hash(repr(values.shape).encode(), np.ascontiguousarray(values).data)
+
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         if self.size != size:
             raise InputError(
@@ -152,6 +165,9 @@ class Files:
 
     def __getitem__(self, indices: np.ndarray) -> "Files":
         return replace(self, paths=tuple(self.paths[i] for i in indices))
+
+    def digest(self) -> str:
+        return _hash(*(path.read_bytes() for path in self.paths))
 
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         if size[0] not in (1, 3):
@@ -203,6 +219,10 @@ class Inputs:
     def __getitem__(self, indices: np.ndarray) -> "Inputs":
         return Inputs(self.values[torch.from_numpy(indices)])
 
+    def digest(self) -> str:
+        values = self.values.float().contiguous().numpy()
+        return _hash(repr(values.shape).encode(), values.data)
+
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         if self.size != size:
             raise InputError(f"the tensors are of {format_size(self.size)} and the model takes {format_size(size)}")
@@ -212,6 +232,14 @@ class Inputs:
 
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
         return self.values.float()
+
+
+def _hash(*parts: bytes | memoryview) -> str:
+    """A hash of the parts, each at its length."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(hashlib.blake2b(part).digest())
+    return digest.hexdigest()
 
 
 def load_images(data: "str | Path | Images | Iterable", skip_bad: bool = False) -> Images:

@@ -1,7 +1,9 @@
 """Images as a model's inputs: in batches of one size, in order or drawn at random."""
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -24,6 +26,12 @@ class Pool:
     def __len__(self) -> int:
         """How many batches there are."""
         return -(-len(self.images) // self.batch_size)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the images, their labels and order, and of how they are read and batched."""
+        how = (self.preprocessing, self.input_size, self.batch_size)
+        return hashlib.blake2b(f"{self.images.digest()} {how}".encode(), digest_size=16).hexdigest()
 
     def take(self, indices: np.ndarray) -> "Pool":
         """The images at `indices` [n] alone, in that order."""

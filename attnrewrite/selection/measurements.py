@@ -166,7 +166,7 @@ class Measurements:
         names = [described(variant) for variant in self.auto.candidates]
         budget = self.auto.budget
         asked = (budget.max_drop, budget.max_latency, budget.target, self._threads)
-        return names, asked, self.execution.seed, len(self.images.images), [site.id for site in self.extraction.sites]
+        return names, asked, self.execution.seed, self.images.digest, [site.id for site in self.extraction.sites]
 
     def _owners(self, find: Callable[[], Any]) -> Any:
         """What the first process finds: times differ between processes, and all must choose alike."""

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fits import calibration
@@ -140,6 +141,28 @@ def test_interrupted_anywhere_it_ends_in_the_same_bits(
     stage.run(replace(again, execution=Execution(progress=count, state=tmp_path)))
     assert same(tensors(whole), tensors(again))
     assert done[0] == at // 20 * 20 + 1
+
+
+@pytest.mark.parametrize("changed", ["images", "held_out"])
+def test_an_interrupted_run_is_not_taken_up_with_other_images(changed: str, tmp_path: Path) -> None:
+    stage, steps = SiteDistillation(steps=20), []
+
+    def count(what: str, step: int, total: int) -> None:
+        steps.append(step)
+
+    stage.run(replace(calibration("pre-norm", get_variant("l1")), execution=Execution(state=tmp_path)))
+    again = calibration("pre-norm", get_variant("l1"))
+    pool = getattr(again, changed)
+    others = {changed: pool.take(np.roll(np.arange(len(pool.images)), 1))}
+    stage.run(replace(again, execution=Execution(progress=count, state=tmp_path), **others))
+    assert steps[0] == 1
+
+
+def test_a_checkpoint_of_another_version_is_not_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resume_key([torch.ones(3)], "rate")
+    assert resume_key([torch.ones(3)], "rate") == before
+    monkeypatch.setattr("attnrewrite.__version__", "another")
+    assert resume_key([torch.ones(3)], "rate") != before
 
 
 def test_a_checkpoint_of_another_run_is_not_taken_up(tmp_path: Path) -> None:

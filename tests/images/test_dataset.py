@@ -344,3 +344,22 @@ def test_a_conversion_decodes_each_picture_once(tmp_path: Path, decoded: list[st
 def test_a_pool_takes_some_of_its_images_in_batches_of_the_same_size() -> None:
     pool = Pool(load_images(torch.arange(5.0).reshape(5, 1, 1, 1)), None, (1, 1, 1), 2).take(np.array([4, 0, 2]))
     assert [pool.batch(index).flatten().tolist() for index in range(len(pool))] == [[4, 0], [2, 4]]
+
+
+def test_a_digest_is_of_the_pixels_labels_and_order(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), np.uint8)
+    order = np.array([1, 0, 2, 3])
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for index, values in enumerate(pixels):
+            Image.fromarray(values).save(tmp_path / name / f"{index}.png")
+    kinds = (pixels, torch.from_numpy(pixels).permute(0, 3, 1, 2).float(), tmp_path / "a")
+    for data in kinds:
+        images = load_images(data)
+        assert images.digest() == load_images(data).digest() == images.take(np.arange(4)).digest()
+        assert len({images.digest(), images.take(order).digest(), images.take(order[:3]).digest()}) == 3
+        labelled = replace(images, y=np.arange(4))
+        assert len({images.digest(), labelled.digest(), replace(images, y=order).digest()}) == 3
+    assert load_images(tmp_path / "a").digest() == load_images(tmp_path / "b").digest()
+    Image.fromarray(pixels[0] + 1).save(tmp_path / "b" / "3.png")
+    assert load_images(tmp_path / "a").digest() != load_images(tmp_path / "b").digest()
