@@ -54,16 +54,17 @@ class Operand:
 
 @dataclass(frozen=True)
 class Term:
-    """A tensor that is added to the scores, times `factor`: a relative position bias, an attention mask.
+    """A tensor that joins the scores: a relative position bias, an attention mask.
 
     `operand.value` broadcasts against a tensor of `operand.layout.shape`, which reads as [batch, heads, queries, keys].
-    A boolean one adds `filling` where it is `dropped`, and nothing elsewhere: False drops a key from torch's fused
-    attention, either may in a `where`.
+    Where `dropped` is None, its numbers times `factor` are added to the scores. Else it is boolean, and `filling`
+    stands in place of the scores wherever it is `dropped`: False drops a key from torch's fused attention, either may
+    in a `where`.
     """
 
     operand: Operand
     factor: float = 1.0
-    dropped: bool = False
+    dropped: bool | None = None
     filling: float = -math.inf
 
 
@@ -72,7 +73,8 @@ class Core:
     """The heart of a site, as the graph's own tensors: out = softmax(scale * query key^T + terms) value.
 
     `scale` multiplies the product of `query` and `key` as they stand here; a factor applied before them is already
-    in them. `temperature` is a tensor that multiplies the scores before the terms are added.
+    in them. `temperature` is a tensor that multiplies the scores before the terms join them, proven to be one number
+    for each image and head.
     """
 
     query: Operand
@@ -82,6 +84,15 @@ class Core:
     scale: float
     temperature: Operand | None = None
     terms: tuple[Term, ...] = ()
+
+    @property
+    def filling(self) -> float:
+        """What stands in place of the scores that masks drop, the same for all masks: their order is no matter.
+
+        A row whose keys are all dropped weighs them equally where it is finite; where it is -inf, torch's fused
+        attention makes zeros of it and a softmax no number.
+        """
+        return max((term.filling for term in self.terms if term.dropped is not None), default=-math.inf)
 
 
 @dataclass(frozen=True)

@@ -213,11 +213,13 @@ class SiteModule(nn.Module):
         return bias if bias is None else as_type(bias, dtype)
 
     def _joined(self, term: Term, given: dict[str, Tensor], batch: int, reader: LayoutReader) -> Tensor:
-        """A tensor that joins the scores, as `reader` reads it; a boolean mask as 0 and its filling."""
+        """A tensor that joins the scores, as `reader` reads it; a mask as 0 and -inf, whatever it writes there."""
         tensor, layout = given[term.operand.value], term.operand.layout
-        if tensor.dtype == torch.bool:
+        if term.dropped is not None:
             dropped = tensor if term.dropped else ~tensor
-            tensor = torch.zeros_like(tensor, dtype=torch.float32).masked_fill(dropped, term.filling)
+            tensor = torch.zeros_like(tensor, dtype=torch.float32).masked_fill(dropped, -math.inf)
+        elif tensor.dtype == torch.bool:  # added as numbers
+            tensor = tensor.to(torch.float32)
         shared = tensor.dim() == 0 or all(size == 1 for size in tensor.shape)
         if shared:
             return tensor.reshape(1, 1, 1, 1) * term.factor

@@ -155,6 +155,35 @@ def split_lead(graph: GraphView, layout: Tracer, query: Side, key: Side, value: 
     return Refusal("unfolded-heads", "batch and heads could not be told apart")
 
 
+def is_aligned(graph: GraphView, layout: Tracer, key: Side, value: Side) -> bool:
+    """Whether key m and value m come from the same token, as far as their origins tell: False where each lead entry has
+    the same tokens of both, in another order.
+    """
+    keys, values = (_tokens_read(graph, layout, side) for side in (key, value))
+    if keys is None or values is None or keys[0] != values[0] or keys[1].shape != values[1].shape:
+        return True
+    same_tokens = np.array_equal(np.sort(keys[1]), np.sort(values[1]))
+    return not same_tokens or np.array_equal(keys[1], values[1])
+
+
+def _tokens_read(graph: GraphView, layout: Tracer, side: Side) -> tuple[tuple[str, ...], np.ndarray] | None:
+    """The tokens [lead, tokens] that an operand's projection reads, and what tensors they are tokens of."""
+    if graph.is_constant(side.value):
+        return None
+    origin = layout.trace(side.value)
+    operation = graph.operation(origin.sources[0])
+    if len(origin.sources) > 1 or not (operation.kind == "linear" or operation.attributes.get("pointwise")):
+        return None
+    token = side.lines(coordinates(graph, origin)[1])
+    read = layout.trace(operation.inputs[0])
+    before = coordinates(graph, read)[1]
+    if operation.kind == "conv":
+        before = np.moveaxis(before, 1, -1)
+    places = before.reshape(-1, before.shape[-1])[:, 0]
+    tokens = np.where(token == FILL, FILL, places[token]).max(axis=2)
+    return read.sources, tokens
+
+
 def _extent(numbers: np.ndarray) -> list[np.ndarray]:
     """Smallest and largest number in each lead entry, padding aside."""
     known = np.where(numbers == FILL, np.iinfo(np.int64).max, numbers)

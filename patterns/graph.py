@@ -31,12 +31,17 @@ Kind = Literal[
 class Operation:
     """One value of the graph and how it is made.
 
-    `inputs` are the tensor operands. `attributes` by kind: softmax `axis`; map `scalar` and `position` (a Python
-    number that stands beside the one tensor operand, and on which side), add and sub `alpha` (what the second operand
-    is multiplied with, 1 where there is none); reduce `axes`; linear `transposed`; conv
-    `pointwise`, `depthwise`; move `directed_by`: the operands (not among `inputs`) whose values say what is read, if
-    the input of the graph decides them; norm `style`: "batch" for a BatchNorm by stored statistics, which
-    has the values `weight` and `bias` (or None), `mean` and `variance`, and `epsilon`; sdpa `scale`, `causal`, `mask`.
+    `inputs` are the tensor operands. `attributes` by kind:
+
+    * softmax: `axis`. reduce: `axes`. linear: `transposed`. conv: `pointwise`, `depthwise`.
+    * map: `scalar` and `position`, a Python number that stands beside the one tensor operand, and on which side; for
+      add and sub `alpha`, what the second operand is multiplied with (absent: 1); `random` where equal elements need
+      not give equal ones.
+    * move: `directed_by`, the operands (not among `inputs`) whose values say what is read, if the input of the graph
+      decides them.
+    * norm: `style`; "batch" is a BatchNorm by stored statistics, with the values `weight` and `bias` (or None), `mean`
+      and `variance`, and `epsilon`.
+    * sdpa: `scale`, `causal`, `mask` (a value or None), `dropout` (a probability; absent: 0).
     """
 
     value: str
@@ -75,6 +80,10 @@ class GraphView(Protocol):
 
     def is_constant(self, value: str) -> bool:
         """Whether the value depends on no input of the graph."""
+        ...
+
+    def is_boolean(self, value: str) -> bool:
+        """Whether the elements are True and False."""
         ...
 
     def constant(self, value: str) -> np.ndarray:

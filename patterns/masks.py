@@ -1,4 +1,4 @@
-"""Masks on scores: those written over them (masked_fill, where), and whether one depends on the keys alone.
+"""What joins scores: masks written over them (masked_fill, where), and along which axes a tensor is proven to be equal.
 
 The latter is proven from where the elements come from: each element gets a number, and two have the same number only
 where they are proven to be equal.
@@ -12,7 +12,7 @@ import numpy as np
 from attnrewrite.patterns.graph import GraphView, Operation
 from attnrewrite.site import Layout, Term
 
-LOW = -1e4  # exp of a difference this large is 0 in every precision: replacing a score and adding to it are the same
+LOW = -1e4  # what is written over scores is a mask, and not a score like others, from here on down
 DEPTH = 32  # operations between a mask as it is given and the scores that it joins
 
 
@@ -27,23 +27,29 @@ class Mask:
 
 
 def masking(graph: GraphView, operation: Operation) -> Mask | None:
-    """What `operation` writes over its scores; None where it does anything else."""
+    """The mask that `operation` writes over its scores; None where it does anything else."""
+    return next((mask for mask in written_over(graph, operation) if mask.filling <= LOW), None)
+
+
+def written_over(graph: GraphView, operation: Operation) -> list[Mask]:
+    """What `operation` is as one number written over a tensor, either way round for two numbers."""
     given: list[str | float] = [*operation.inputs]
     if "scalar" in operation.attributes:
         given.insert(int(operation.attributes["position"]), float(operation.attributes["scalar"]))  # type: ignore[call-overload,arg-type]
     if operation.name not in ("masked_fill", "where") or len(given) != 3:
-        return None
+        return []
     if operation.name == "masked_fill":
         kept, condition, written = given
         choices = [(kept, written, True)]
     else:
         condition, true, false = given
         choices = [(true, false, False), (false, true, True)]
-    for scores, other, dropped in choices:
-        filling = _number(graph, other)
-        if filling is not None and filling <= LOW and isinstance(scores, str) and isinstance(condition, str):
-            return Mask(scores, condition, dropped, filling)
-    return None
+    numbers = [(kept, _number(graph, written), dropped) for kept, written, dropped in choices]
+    return [
+        Mask(kept, condition, dropped, number)
+        for kept, number, dropped in numbers
+        if number is not None and isinstance(kept, str) and isinstance(condition, str)
+    ]
 
 
 def _number(graph: GraphView, value: str | float) -> float | None:
@@ -60,15 +66,44 @@ def _number(graph: GraphView, value: str | float) -> float | None:
 def is_of_keys(graph: GraphView, term: Term) -> bool:
     """Whether `term`, read as [batch, heads, queries, keys], is the same for all heads and queries."""
     layout = term.operand.layout
-    value = term.operand.value
-    known = graph.constant(value) if graph.is_constant(value) else _equals(graph, value, DEPTH)
-    elements = np.broadcast_to(known, _example_shape(graph, term))
+    return _is_same_along(graph, term, (*layout.heads, *layout.tokens))
+
+
+def is_of_heads(graph: GraphView, term: Term) -> bool:
+    """Whether `term`, read as [batch, heads, queries, keys], is the same for all queries and keys."""
+    layout = term.operand.layout
+    return _is_same_along(graph, term, (*layout.tokens, *layout.channels))
+
+
+def _is_same_along(graph: GraphView, term: Term, axes: tuple[int, ...]) -> bool:
+    """Whether `term` is proven to have equal elements along these axes of its layout's `split`."""
+    layout = term.operand.layout
+    elements = np.broadcast_to(_numbers(graph, term.operand.value, DEPTH), _example_shape(graph, term))
     # an axis that follows the batch is -1 in both shapes, and numpy finds its length
-    read = elements.reshape(layout.split).transpose(layout.order)
-    first = len(layout.batch)
-    own = tuple(range(first, first + len(layout.heads) + len(layout.tokens)))
-    index = tuple(slice(0, 1) if axis in own else slice(None) for axis in range(read.ndim))
+    read = elements.reshape(layout.split)
+    index = tuple(slice(0, 1) if axis in axes else slice(None) for axis in range(read.ndim))
     return bool((read == read[index]).all())
+
+
+def _numbers(graph: GraphView, value: str, depth: int) -> np.ndarray:
+    """Equal only where elements are equal: those of a constant itself, else numbers for them."""
+    return graph.constant(value) if graph.is_constant(value) else _equals(graph, value, depth)
+
+
+def is_of_queries(graph: GraphView, operand: str, index: np.ndarray, keys: int, stride: int) -> bool:
+    """Whether adding `operand` to scores adds one number to all keys of each query, which no softmax over them sees.
+
+    `index` are the scores' elements as they lie there, numbered as their product made them: the key of element i is
+    i // `stride` modulo `keys`. Only what is broadcast over the keys is looked at.
+    """
+    shape = graph.shape(operand)
+    if np.prod(shape, dtype=int) * keys > index.size or np.unique(index).size < index.size or index.min() < 0:
+        return False
+    own = np.broadcast_to(np.arange(np.prod(shape, dtype=int)).reshape(shape), index.shape)
+    by_score = np.empty(index.size, np.int64)
+    by_score[index.reshape(-1)] = own.reshape(-1)
+    by_key = by_score.reshape(-1, keys, stride)
+    return bool((by_key == by_key[:, :1]).all())
 
 
 def _example_shape(graph: GraphView, term: Term) -> tuple[int, ...]:
@@ -88,7 +123,7 @@ def _equals(graph: GraphView, value: str, depth: int) -> np.ndarray:
         return _renumbered(graph.constant(value))
     operation = graph.operation(value)
     directed = operation.attributes.get("directed_by")
-    if depth and operation.inputs and operation.kind == "map":
+    if depth and operation.inputs and operation.kind == "map" and not operation.attributes.get("random"):
         parts = [np.broadcast_to(_equals(graph, operand, depth - 1), shape) for operand in operation.inputs]
         numbers = parts[0]
         for part in parts[1:]:

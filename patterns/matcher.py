@@ -6,15 +6,15 @@ from typing import Generic, TypeVar, cast
 import numpy as np
 
 from attnrewrite.errors import Refusal
-from attnrewrite.patterns.axes import LeadAxes, Side, crosses_layout, crosses_pooling, operand, split_lead
+from attnrewrite.patterns.axes import LeadAxes, Side, crosses_layout, crosses_pooling, is_aligned, operand, split_lead
 from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
 from attnrewrite.patterns.grid import find_grid
-from attnrewrite.patterns.masks import is_of_keys
+from attnrewrite.patterns.masks import LOW, is_of_heads, is_of_keys, is_of_queries
 from attnrewrite.patterns.products import Products, fused_products, softmax_products
 from attnrewrite.patterns.projections import Tracers, trace_output, trace_projection
 from attnrewrite.patterns.provenance import Tracer, layout_of, push
 from attnrewrite.patterns.relations import ancestors, common_scope, is_cross, region, uses_norm, uses_rotation
-from attnrewrite.patterns.scores import Added
+from attnrewrite.patterns.scores import Joined
 from attnrewrite.patterns.weights import fingerprint
 from attnrewrite.site import Anchor, AttentionSite, Bias, Core, NearMiss, Operand, Projection, Scan, Term
 
@@ -81,7 +81,7 @@ def _site(graph: GraphView, tracers: Tracers, found: Products, number: int) -> A
     output = trace_output(graph, found.output, lead_axes, lambda value: own.issuperset(layout.trace(value).sources))
     n_queries, head_dim = found.query.lines(np.empty(graph.shape(found.query.value), np.int8)).shape[1:]
     n_keys, value_dim = found.value.lines(np.empty(graph.shape(found.value.value), np.int8)).shape[1:]
-    core = _core(graph, found, lead_axes)
+    core = _core(graph, layout, found, lead_axes)
     windows, bias = _windows(graph, lead_axes), _bias(graph, found)
     traced_query = query if isinstance(query, Projection) else None
     is_token = lead_axes.axis == "token"
@@ -122,17 +122,40 @@ def _site(graph: GraphView, tracers: Tracers, found: Products, number: int) -> A
 
 
 def _without_neutral(graph: GraphView, found: Products) -> Products:
-    """`found` without what changes no score: constant masks that let everything through, constant zeros added."""
-    terms = tuple(term for term in found.scores.terms if not _is_neutral(graph, term.operand, term.dropped))
-    mask = None if found.mask and _is_neutral(graph, found.mask) else found.mask
-    return replace(found, scores=replace(found.scores, terms=terms), mask=mask)
+    """`found` without what changes no probability: constant masks that let everything through, constant zeros added,
+    and a query's largest or mean score taken away from all its keys, unless a mask writes a number over some later.
+    """
+    terms = list(found.scores.terms)
+    for place, term in reversed(list(enumerate(terms))):
+        fixed = any(later.dropped is not None and later.filling > -np.inf for later in terms[place + 1 :])
+        if _lets_all_through(graph, term.operand, term.dropped) or (not fixed and _is_of_queries(graph, found, term)):
+            del terms[place]
+    mask = found.mask
+    if mask and _lets_all_through(graph, mask, False if graph.is_boolean(mask) else None):
+        mask = None
+    return replace(found, scores=replace(found.scores, terms=tuple(terms)), mask=mask)
 
 
-def _is_neutral(graph: GraphView, value: str, dropped: bool = False) -> bool:
+def _lets_all_through(graph: GraphView, value: str, dropped: bool | None) -> bool:
     if not graph.is_constant(value):
         return False
     elements = graph.constant(value)
-    return not (elements == dropped if elements.dtype == bool else elements).any()
+    return not (elements if dropped is None else elements == dropped).any()
+
+
+def _is_of_queries(graph: GraphView, found: Products, term: Joined) -> bool:
+    """Whether `term` adds one number to all keys of a query, no larger than its scores: beside a much larger one, as
+    masks of queries have, scores are rounded away.
+    """
+    path, made = found.scores.path, graph.operation(term.operand)
+    while made.kind == "move" and len(made.inputs) == 1:
+        made = graph.operation(made.inputs[0])
+    if made.name not in ("amax", "max", "amin", "min", "mean") or made.inputs[0] not in (found.scores.product, *path):
+        return False
+    index = push(graph, found.scores.product, path[: path.index(term.value) + 1])
+    rows, columns = graph.shape(found.scores.product)[-2:]
+    keys, stride = (rows, columns) if found.keys_are_rows else (columns, 1)
+    return is_of_queries(graph, term.operand, index, keys, stride)
 
 
 def _anchor(operation: Operation) -> Anchor:
@@ -177,7 +200,7 @@ def _of_keys(graph: GraphView, core: Core) -> bool:
     return bool(core.terms) and all(is_of_keys(graph, term) for term in core.terms)
 
 
-def _core(graph: GraphView, found: Products, lead_axes: LeadAxes) -> Core | Refusal:
+def _core(graph: GraphView, layout: Tracer, found: Products, lead_axes: LeadAxes) -> Core | Refusal:
     """The site's core as graph tensors; a refusal where it is more than a core can say."""
     if found.obstacles:
         return found.obstacles[0]
@@ -203,11 +226,37 @@ def _core(graph: GraphView, found: Products, lead_axes: LeadAxes) -> Core | Refu
             why = "a tensor that joins the scores does not fold into batch, heads, queries and keys"
             return Refusal(term.code, why)
         joined.append(term)
-    temperature = joined.pop().operand if found.scores.temperature else None
-    return Core(**operands, scale=found.scores.scale, temperature=temperature, terms=tuple(joined))
+    temperature = joined.pop() if found.scores.temperature else None
+    if temperature and not is_of_heads(graph, temperature):
+        why = "its scores are multiplied by a tensor that is not proven to be one number for each image and head"
+        return Refusal("scores-multiplied", why)
+    if uneven := _uneven_filling(graph, joined):
+        return uneven
+    if not is_aligned(graph, layout, found.key, found.value) and lead_axes.axis == "token":
+        return Refusal("unaligned-values", "its keys and values are not in the same order of tokens")
+    multiplied = temperature.operand if temperature else None
+    return Core(**operands, scale=found.scores.scale, temperature=multiplied, terms=tuple(joined))
 
 
-def _joined(graph: GraphView, found: Products, lead_axes: LeadAxes, added: Added) -> Term | Refusal:
+def _uneven_filling(graph: GraphView, terms: list[Term]) -> Refusal | None:
+    """Why masks that write a finite number over scores cannot be honoured in any order: see `Core.filling`."""
+    fillings = {term.filling for term in terms if term.dropped is not None}
+    if not all(filling <= LOW for filling in fillings):
+        return Refusal("weak-mask", f"what a mask writes over its scores is, by the softmax, not below {LOW:g}")
+    if len(fillings) > 1:
+        return Refusal("several-fillings", "its masks write several numbers over scores")
+    if fillings <= {-np.inf}:
+        return None
+    masks = [place for place, term in enumerate(terms) if term.dropped is not None]
+    added = [(place, term.operand.value) for place, term in enumerate(terms) if term.dropped is None]
+    settled = all(graph.is_constant(value) and np.isfinite(graph.constant(value)).all() for _, value in added)
+    if not settled or any(place > masks[0] for place, _ in added):
+        why = "a mask writes a finite number over its scores, and what is added beside may change that or be infinite"
+        return Refusal("biased-filling", why)
+    return None
+
+
+def _joined(graph: GraphView, found: Products, lead_axes: LeadAxes, added: Joined) -> Term | Refusal:
     """A tensor that meets the scores at `added.value`, with the layout of the scores there."""
     path = found.scores.path
     index = push(graph, found.scores.product, path[: path.index(added.value) + 1])
@@ -216,8 +265,6 @@ def _joined(graph: GraphView, found: Products, lead_axes: LeadAxes, added: Added
     place[index.reshape(-1)] = np.arange(index.size)
     numbers = Side(found.scores.product, found.keys_are_rows, shape[:-2]).numbers(graph)
     position = place[numbers[lead_axes.lead]]
-    if (position < 0).any():
-        return Refusal("lost-scores", "some scores are gone where it joins them")
     layout = layout_of(position, index.shape, graph.batch_axes(added.value))
     if isinstance(layout, Refusal):
         return layout
@@ -232,4 +279,6 @@ def _fused_mask(graph: GraphView, found: Products, lead_axes: LeadAxes) -> Term 
     numbers = np.arange(np.prod(shape, dtype=int)).reshape(-1, n_queries, n_keys)
     axes = frozenset(axis for axis in graph.batch_axes(found.anchor.value) if axis < len(lead))
     layout = layout_of(numbers[lead_axes.lead], shape, axes)
-    return layout if isinstance(layout, Refusal) else Term(Operand(found.mask, layout))
+    if isinstance(layout, Refusal):
+        return layout
+    return Term(Operand(found.mask, layout), dropped=False if graph.is_boolean(found.mask) else None)

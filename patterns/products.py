@@ -1,6 +1,6 @@
 """The products of one attention, query key^T and probabilities value, before heads and tokens are told apart."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,7 +62,7 @@ def fused_products(graph: GraphView, anchor: Operation) -> Products | Refusal:
         value=value,
         output=Side(anchor.value, False, lead),
         scores=ScorePath(anchor.value, 2, scale=float(anchor.attributes["scale"])),  # type: ignore[arg-type]
-        obstacles=(),
+        obstacles=(DROPOUT,) if anchor.attributes.get("dropout") else (),
         talking_heads=False,
         escape=False,
         causal=bool(anchor.attributes["causal"]),
@@ -108,9 +108,11 @@ def softmax_products(graph: GraphView, anchor: Operation) -> Products | Refusal:
         return _no_values(graph, scores, to_softmax, after, keys)
     reader = readers[0]
     order = _lead_order(graph, scores.product, (*to_softmax, *reader.path))
-    if order is None:
-        return Refusal("mixed-heads", "the probabilities are rearranged across heads before they meet the values")
-    return _assemble(graph, anchor, scores, after, readers, order, keys)
+    if isinstance(order, Refusal):
+        return order
+    found = _assemble(graph, anchor, scores, after, readers, order, keys)
+    moved = _rearranged(graph, found, (*to_softmax, *reader.path), reader) or _partial(graph, found, axis)
+    return found if moved is None else replace(found, obstacles=(*found.obstacles, moved))
 
 
 def _assemble(
@@ -149,14 +151,42 @@ def _contracted(graph: GraphView, product: str, path: tuple[str, ...], reader: V
     return varying_axis(graph, product, path, rank - 1 if is_left else rank - 2)
 
 
-def _lead_order(graph: GraphView, product: str, path: tuple[str, ...]) -> np.ndarray | None:
+def _rearranged(graph: GraphView, found: Products, path: tuple[str, ...], reader: ValuePath) -> Refusal | None:
+    """Why the score of query n and key m is not what weighs value m for query n: it is rolled, cut or padded."""
+    rows, columns = graph.shape(found.scores.product)[-2:]
+    index = push(graph, found.scores.product, path)
+    if graph.operation(reader.product).inputs[0] != reader.probabilities:
+        index = np.swapaxes(index, -1, -2)
+    index = index.reshape(-1, *index.shape[-2:])
+    if found.keys_are_rows:
+        queries, keys, steps = columns, rows, (1, columns)
+    else:
+        queries, keys, steps = rows, columns, (columns, 1)
+    own = np.arange(queries)[:, None] * steps[0] + np.arange(keys) * steps[1]
+    if index.shape[1:] == own.shape and (index - index[:, :1, :1] == own).all():
+        return None
+    return Refusal("rearranged-scores", "scores or probabilities are rearranged, cut or padded along queries or keys")
+
+
+def _partial(graph: GraphView, found: Products, axis: int) -> Refusal | None:
+    """Why the softmax does not run over all keys of one query."""
+    rows, columns = graph.shape(found.scores.product)[-2:]
+    keys, step = (rows, columns) if found.keys_are_rows else (columns, 1)
+    index = np.moveaxis(push(graph, found.scores.product, found.scores.path), axis, -1)
+    query = index - index // step % keys * step
+    if index.shape[-1] == keys and (query == query[..., :1]).all():
+        return None
+    return Refusal("partial-softmax", "the softmax runs over a part of the keys, or over several queries")
+
+
+def _lead_order(graph: GraphView, product: str, path: tuple[str, ...]) -> np.ndarray | Refusal:
     """For each lead entry of the scores, where it stands among those of the product with the values."""
     shape = graph.shape(product)
     index = push(graph, product, path)
     first = index.reshape(-1, *index.shape[-2:]).max(axis=(1, 2)) // (shape[-1] * shape[-2])
     count = int(np.prod(shape[:-2], dtype=int))
     if len(first) != count or len(np.unique(first)) != count:
-        return None
+        return Refusal("mixed-heads", "the probabilities are rearranged across heads before they meet the values")
     return np.argsort(first)
 
 
@@ -169,6 +199,7 @@ def _runs_over_batch(graph: GraphView, product: str, keys: str) -> bool:
     return (rank - 1 if keys == "column" else rank - 2) in graph.batch_axes(product)
 
 
+DROPOUT = Refusal("active-dropout", "its probabilities pass through dropout")
 BATCH_MIXING = Refusal("batch-mixing", "the keys' axis grows with the batch: it attends over images, not over tokens")
 
 

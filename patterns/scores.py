@@ -8,44 +8,54 @@ import numpy as np
 
 from attnrewrite.errors import Refusal
 from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
-from attnrewrite.patterns.masks import masking
+from attnrewrite.patterns.masks import masking, written_over
 from attnrewrite.patterns.provenance import constant_factor, push
 
 
 @dataclass(frozen=True)
-class Added:
-    """A tensor `operand` that joins the scores at `value`, times `factor` by the time the softmax sees it.
-
-    A boolean one adds `filling` where it is `dropped`, and nothing elsewhere.
+class Joined:
+    """A tensor `operand` that joins the scores at `value`, as a `Term` does: what is added, times `factor` by the time
+    the softmax sees it, or the condition of a mask and what fills the places of masked scores by then.
     """
 
     value: str
     operand: str
-    factor: float
-    dropped: bool = False
+    factor: float = 1.0
+    dropped: bool | None = None
     filling: float = -math.inf
+
+    def scaled(self, factor: float) -> "Joined":
+        if self.dropped is None:
+            return replace(self, factor=self.factor * factor)
+        return replace(self, filling=self.filling * factor)
 
 
 @dataclass(frozen=True)
 class ScorePath:
     """From the product that makes the scores to the softmax's input: `path` in forward order, product excluded.
 
-    `obstacles` say what else happens to the scores; with any of them the core cannot be written down again.
-    `certainty` is 2 where both operands of the product depend on the input, 1 where one is a learned constant.
+    `shift` is the number that was added to all scores: no softmax sees it, but what is then written over some of them
+    differs from the others by that much less. `obstacles` say what else happens to the scores; with any of them there
+    is no core. `certainty` is 2 where both operands of the product depend on the input, 1 where one is a learned
+    constant.
     """
 
     product: str
     certainty: int
     path: tuple[str, ...] = ()
     scale: float = 1.0
-    temperature: Added | None = None
-    terms: tuple[Added, ...] = ()
+    temperature: Joined | None = None
+    terms: tuple[Joined, ...] = ()
+    shift: float = 0.0
     talking_heads: bool = False
     obstacles: tuple[Refusal, ...] = ()
 
     def scaled(self, factor: float) -> "ScorePath":
-        terms = tuple(replace(term, factor=term.factor * factor) for term in self.terms)
-        return replace(self, scale=self.scale * factor, terms=terms)
+        terms = tuple(term.scaled(factor) for term in self.terms)
+        return replace(self, scale=self.scale * factor, terms=terms, shift=self.shift * factor)
+
+    def joined(self, term: Joined) -> "ScorePath":
+        return replace(self, terms=(*self.terms, term))
 
     def refused(self, obstacle: Refusal) -> "ScorePath":
         return replace(self, obstacles=(*self.obstacles, obstacle))
@@ -140,10 +150,8 @@ def _through_movement(graph: GraphView, operation: Operation, walk: _Walk) -> Sc
         return found
     operand, inner = found
     others = [other for other in operation.inputs if other != operand]
-    live = [other for other in others if not graph.is_constant(other)]
-    joined = operation.name in ("cat", "concat", "stack") and others
     inner = replace(inner, path=(*inner.path, operation.value))
-    if live or joined:
+    if others:
         inner = inner.refused(Refusal("joined-scores", f"scores are joined with others by {operation.name}"))
     if operation.attributes.get("directed_by"):
         why = f"scores are picked by {operation.name} at positions that depend on the data"
@@ -167,30 +175,24 @@ def _through_map(graph: GraphView, operation: Operation, walk: _Walk) -> ScorePa
     operand, inner = found
     inner = replace(inner, path=(*inner.path, operation.value))
     if mask is not None:
-        term = Added(operation.value, mask.condition, 1.0, mask.dropped, mask.filling)
-        return replace(inner, terms=(*inner.terms, term))
+        return inner.joined(Joined(operation.value, mask.condition, 1.0, mask.dropped, mask.filling - inner.shift))
     others = [other for other in operation.inputs if other != operand]
-    if operation.name in ("add", "sub") and len(others) == 1 and "scalar" not in operation.attributes:
-        if operation.name == "sub" and _is_maximum_of(graph, others[0], operand):
-            return inner  # softmax does not change when its input's maximum is taken away
-        alpha = float(operation.attributes.get("alpha", 1.0))  # type: ignore[arg-type]
-        right = -alpha if operation.name == "sub" else alpha  # left + right * second operand
-        if operation.inputs[0] == operand:
-            return replace(inner, terms=(*inner.terms, Added(operation.value, others[0], right)))
-        inner = inner.scaled(right)
-        return replace(inner, terms=(*inner.terms, Added(operation.value, others[0], 1.0)))
-    if operation.name == "mul" and len(others) == 1 and not inner.terms and inner.temperature is None:
-        return replace(inner, temperature=Added(operation.value, others[0], 1.0))
+    alpha = float(operation.attributes.get("alpha", 1.0))  # type: ignore[arg-type]
+    right = -alpha if operation.name == "sub" else alpha  # left + right * second operand
     if operation.name in ("add", "sub") and "scalar" in operation.attributes:
-        return inner if operation.name == "add" or operation.attributes["position"] == 1 else inner.scaled(-1.0)
+        number = float(operation.attributes["scalar"])  # type: ignore[arg-type]
+        if operation.attributes["position"] == 1:
+            return replace(inner, shift=inner.shift + right * number)
+        inner = inner.scaled(right)
+        return replace(inner, shift=inner.shift + number)
+    if operation.name in ("add", "sub") and len(operation.inputs) == 2 and len(others) == 1:
+        if operation.inputs[0] == operand:
+            return inner.joined(Joined(operation.value, others[0], right))
+        return inner.scaled(right).joined(Joined(operation.value, others[0]))
+    if operation.name == "mul" and len(others) == 1 and not inner.terms and inner.temperature is None:
+        shift = math.nan if inner.shift else 0.0  # times what? no filling is known to be lower by that much
+        return replace(inner, temperature=Joined(operation.value, others[0]), shift=shift)
     return inner.refused(Refusal("changed-scores", f"scores pass through {operation.name}"))
-
-
-def _is_maximum_of(graph: GraphView, value: str, scores: str) -> bool:
-    operation = graph.operation(value)
-    while operation.kind == "move" and len(operation.inputs) == 1:
-        operation = graph.operation(operation.inputs[0])
-    return operation.kind == "reduce" and operation.name in ("amax", "max") and operation.inputs[0] == scores
 
 
 @dataclass(frozen=True)
@@ -264,16 +266,25 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
 
 def _clears_masked(graph: GraphView, operation: Operation, softmax: str) -> bool:
     """Whether a map writes zeros over rows in which nothing may be attended to, as torch's safe softmax does."""
-    if operation.name != "where" or len(operation.inputs) < 3 or graph.is_constant(operation.inputs[0]):
+    mask = next(
+        (each for each in written_over(graph, operation) if (each.scores, each.filling) == (softmax, 0.0)), None
+    )
+    if mask is None:
         return False
-    condition, filling, kept = operation.inputs[:3]
-    if kept != softmax or not graph.is_constant(filling) or graph.constant(filling).any():
-        return False
-    asked = graph.operation(condition)
-    while asked.name in ("logical_not", "any", "all", "bitwise_not") and len(asked.inputs) == 1:
+    asked, steps = graph.operation(mask.condition), [] if mask.dropped else ["not"]
+    while asked.name in _LOGIC and len(asked.inputs) == 1:
+        if asked.kind == "reduce" and asked.attributes["axes"] != (graph.operation(softmax).attributes["axis"],):
+            return False
+        steps.append(_LOGIC[asked.name])
         asked = graph.operation(asked.inputs[0])
     about = {"eq": graph.operation(softmax).inputs[:1], "isnan": (softmax,)}.get(asked.name)
-    return asked.inputs == about and asked.attributes.get("scalar", -np.inf) == -np.inf
+    meant = " ".join(steps).replace("not not", "").strip() in _WHOLE_ROWS.get(asked.name, ())
+    return meant and asked.inputs == about and asked.attributes.get("scalar", -np.inf) == -np.inf
+
+
+_LOGIC = {"logical_not": "not", "bitwise_not": "not", "any": "any", "all": "all"}
+# which rows: those of scores -inf alone; those that are not a number, as all of a row is where any is
+_WHOLE_ROWS = {"eq": ("", "all", "not any not"), "isnan": ("", "any", "all", "not any not", "not all not")}
 
 
 def varying_axis(graph: GraphView, product: str, path: tuple[str, ...], axis: int) -> str:

@@ -95,6 +95,8 @@ def refuse_without_core(site: AttentionSite) -> Refusal | None:
         return Refusal("talking-heads", "mixes the heads' scores or probabilities")
     if site.probs_escape:
         return Refusal("probabilities-escape", "its probabilities are used elsewhere in the model")
+    if site.core is None and site.core_reason is not None:
+        return Refusal(site.core_reason.code, f"cannot be taken out of the graph: {site.core_reason}")
     if site.core is None:
         return Refusal("no-core", "its query, key and value could not be told apart in the graph")
     return None

@@ -1,5 +1,6 @@
 """The original attention as a variant: the identity rewrite, and a candidate at every site."""
 
+import math
 from dataclasses import dataclass
 
 from attnrewrite.errors import Refusal
@@ -21,7 +22,8 @@ class Softmax(Variant):
         return refuse_without_core(site)
 
     def build(self, site: AttentionSite) -> Form:
-        return SoftmaxForm(score_scale(site), site.causal, prefix_queries(site))
+        filling = -math.inf if site.core is None else site.core.filling
+        return SoftmaxForm(score_scale(site), site.causal, prefix_queries(site), filling)
 
     def multiplies(self, site: AttentionSite) -> int:
         per_head = site.n_queries * site.n_keys * (site.head_dim + site.value_dim)

@@ -27,6 +27,7 @@ class FxGraph:
         self._operations: dict[str, Operation] = {}
         self._constants: dict[str, np.ndarray] = {}
         self._is_constant: dict[str, bool] = {}
+        self._written = _written_buffers(module)
         for node in module.graph.nodes:
             if node.op != "output":
                 self._is_constant[node.name] = self._node_is_constant(node)
@@ -63,6 +64,9 @@ class FxGraph:
             elif isinstance(user.meta.get("val"), list | tuple):
                 found += [element.name for element in user.users]
         return tuple(dict.fromkeys(found))
+
+    def is_boolean(self, value: str) -> bool:
+        return bool(self._nodes[value].meta["val"].dtype == torch.bool)
 
     def is_output(self, value: str) -> bool:
         return self._nodes[value].op == "output"
@@ -154,6 +158,8 @@ class FxGraph:
     def _node_is_constant(self, node: Node) -> bool:
         if node.op == "placeholder":
             return not isinstance(node.meta.get("val"), Tensor)
+        if node.op == "get_attr" and node.target in self._written:
+            return False
         if (
             node.op == "get_attr"
             or operator_name(node) in FACTORIES
@@ -161,6 +167,18 @@ class FxGraph:
         ):
             return True
         return all(self._is_constant[source.name] for source in node.all_input_nodes)
+
+
+def _written_buffers(module: GraphModule) -> frozenset[object]:
+    """The buffers that running the graph changes: what they hold now is not what the next call reads."""
+    found = set()
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        arguments = zip(node.target._schema.arguments, node.args, strict=False)
+        changed = [given for known, given in arguments if known.alias_info is not None and known.alias_info.is_write]
+        found |= {given.target for given in changed if isinstance(given, Node) and given.op == "get_attr"}
+    return frozenset(found)
 
 
 def _hint(size: Any) -> Any:

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from attnrewrite.patterns.fx.operators import (
+    DROPOUTS,
     FACTORIES,
     FUSED_ATTENTION,
     IDENTITIES,
@@ -33,25 +35,31 @@ def normalise(graph: FxNodes, value: str) -> Operation:
     if node.op == "placeholder":
         return Operation(node.name, "input", "input", ())
     if node.op in ("get_attr", "output"):
-        return Operation(node.name, "constant" if node.op == "get_attr" else "other", node.op, ())
+        kept = node.op == "get_attr" and graph.is_constant(node.name)  # else it is a buffer that the graph writes to
+        return Operation(node.name, "constant" if kept else "other", node.op, ())
     producer = node
     while producer.target is operator.getitem and isinstance(producer.args[0], Node):
         producer = producer.args[0]
     name = operator_name(producer)
     inputs = tuple(n.name for n in _tensor_arguments(producer))
+    if name in DROPOUTS and arguments_of(producer).get("train"):
+        return Operation(node.name, "map", name, inputs[:1], {"random": True})
     if name in IDENTITIES:
-        return Operation(node.name, "map", "identity", inputs[:1])
+        return _as_type(node, name, graph.node(inputs[0]))
     if name in INDEXED:
         return _indexed(graph, node, producer, inputs)
     if name == "copy" or (name == "slice_scatter" and graph.shape(inputs[0]) == graph.shape(inputs[1])):
-        # what is written over a whole tensor
-        return Operation(node.name, "map", "identity", inputs[1:2])
+        return _as_type(node, name, graph.node(inputs[1]))  # what is written over a whole tensor
     if name == "pad":
         mode = producer.args[2] if len(producer.args) > 2 else producer.kwargs.get("mode", "constant")
         return Operation(node.name, "move" if mode == "constant" else "other", name, inputs)
     if name in _SPECIAL:
         return _SPECIAL[name](graph, node, producer, inputs)
     kind = KINDS.get(name, "other")
+    if name == "div" and arguments_of(producer).get("rounding_mode") is not None:
+        return Operation(node.name, "map", "rounded division", inputs, _scalar_attributes(producer))
+    if name == "rsub":  # rsub(x, y, alpha) = y - alpha x
+        return Operation(node.name, "map", "sub", inputs[::-1], {**_map_attributes("sub", producer), "position": 0})
     if kind == "map":
         return Operation(node.name, kind, name, inputs, _map_attributes(name, producer))
     if kind == "norm":
@@ -60,6 +68,14 @@ def normalise(graph: FxNodes, value: str) -> Operation:
         rank = len(graph.shape(inputs[0])) if inputs else 0
         return Operation(node.name, kind, name, inputs[:1], {"axes": _reduced_axes(name, producer, rank)})
     return Operation(node.name, kind, name, inputs)
+
+
+def _as_type(node: Node, name: str, source: Node) -> Operation:
+    """The same elements; whole numbers or truth values made of fractions are not the same."""
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    fractions = before.is_floating_point and not after.is_floating_point
+    rounds = fractions or (after == torch.bool and before != torch.bool)
+    return Operation(node.name, "map", f"{name} to {str(after)[6:]}" if rounds else "identity", (source.name,))
 
 
 def _indexed(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
@@ -120,11 +136,20 @@ def _convolution(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, 
     value = graph.node(inputs[0]).meta["val"]
     weight = graph.node(inputs[1]).meta["val"]
     kernel = tuple(int(size) for size in weight.shape[2:])
-    pointwise = all(size == 1 for size in kernel) and tuple(node.meta["val"].shape[2:]) == tuple(value.shape[2:])
+    given = arguments_of(producer)
+    if given.get("transposed"):
+        return Operation(node.name, "other", "transposed convolution", inputs)
+    steps = (*_numbers(given.get("stride", 1), 1), *(size + 1 for size in _numbers(given.get("padding", 0), 0)))
+    pointwise = all(size == 1 for size in (*kernel, *steps))  # by steps of one, and padding by none
     ungrouped = weight.shape[1] == value.shape[1]
     depthwise = weight.shape[1] == 1 and weight.shape[0] == value.shape[1]
     attributes = {"pointwise": pointwise and ungrouped, "depthwise": depthwise}
     return Operation(node.name, "conv", operator_name(producer), inputs, attributes)
+
+
+def _numbers(given: Any, named: int) -> tuple[int, ...]:
+    """A size for each axis; `named` for a padding given by name (same, valid), which a kernel of one needs none of."""
+    return (named,) if isinstance(given, str) else tuple(given) if isinstance(given, list | tuple) else (int(given),)
 
 
 def _softmax(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
@@ -159,7 +184,8 @@ def _sdpa(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -
     attributes = {
         "mask": mask.name if isinstance(mask, Node) else None,
         "causal": bool(named.get("is_causal", False)),
-        "scale": float(scale) if scale is not None else head_dim**-0.5,  # type: ignore[arg-type]
+        "scale": float(scale) if scale is not None else head_dim**-0.5,
+        "dropout": float(named.get("dropout_p", 0.0)),
     }
     return Operation(node.name, "sdpa", "sdpa", inputs[:3], attributes)
 
@@ -182,7 +208,9 @@ KNOWN = frozenset((*_SPECIAL, *IDENTITIES, *INDEXED, *KINDS, *FACTORIES, "pad"))
 
 def arguments_of(node: Node) -> dict[str, Any]:
     """What an operator is given, by the names of its schema, with its defaults for what is not."""
-    known = node.target._schema.arguments  # type: ignore[union-attr]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return dict(node.kwargs)
+    known = node.target._schema.arguments
     defaults = {argument.name: argument.default_value for argument in known if argument.has_default_value()}
     given = {argument.name: value for argument, value in zip(known, node.args, strict=False)}
     return {**defaults, **given, **node.kwargs}
@@ -191,8 +219,8 @@ def arguments_of(node: Node) -> dict[str, Any]:
 def _map_attributes(name: str, node: Node) -> dict[str, object]:
     """The number among the operands of a map, and `alpha`: add(x, y, alpha) is x + alpha y."""
     attributes = _scalar_attributes(node)
-    if name in ("add", "sub") and "alpha" in node.kwargs:
-        attributes["alpha"] = node.kwargs["alpha"]
+    if name in ("add", "sub"):
+        attributes["alpha"] = arguments_of(node).get("alpha", 1)
     return attributes
 
 
@@ -205,7 +233,7 @@ def _tensor_arguments(node: Node) -> list[Node]:
 
 def _reduced_axes(name: str, node: Node, rank: int) -> tuple[int, ...]:
     """The axes that a plain reduction removes; none where its arguments say more than axes."""
-    if name not in ("sum", "mean", "amax", "amin", "max", "min"):
+    if name not in ("sum", "mean", "amax", "amin", "max", "min", "any", "all"):
         return ()
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     listed = [given] if isinstance(given, int) else given if isinstance(given, list | tuple) else range(rank)

@@ -23,6 +23,7 @@ IDENTITIES = frozenset((
     "to", "type_as", "float", "half", "bfloat16", "double", "native_dropout", "positive", "alpha_dropout",
     "feature_dropout",
 ))  # fmt: skip
+DROPOUTS = frozenset(("dropout", "dropout_", "native_dropout", "alpha_dropout", "feature_dropout"))
 MAPS = frozenset((
     "add", "sub", "rsub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "pow", "square", "tanh",
     "sigmoid", "relu", "gelu", "silu", "hardswish", "hardsigmoid", "elu", "softplus", "leaky_relu", "clamp",
@@ -43,6 +44,7 @@ POOLS = frozenset((
 ))  # fmt: skip
 REDUCTIONS = frozenset((
     "sum", "mean", "amax", "amin", "max", "min", "linalg_vector_norm", "norm", "var", "std", "prod", "logsumexp",
+    "any", "all",
 ))  # fmt: skip
 # softmax(query key^T) value in one operator; the long names are what torch chooses for a device
 FUSED_ATTENTION = frozenset((

@@ -87,6 +87,9 @@ class OnnxGraph:
         """The element type of a value, as ONNX numbers them."""
         return self._sizes.dtype[value]
 
+    def is_boolean(self, value: str) -> bool:
+        return self._sizes.dtype.get(value) == ir.DataType.BOOL
+
     def biased(self, value: str) -> BiasedProduct | None:
         """The linear map that ends in a value by the addition of its bias."""
         return self._biased.get(value)

@@ -19,6 +19,12 @@ class OnnxView(GraphView, Protocol):
 
     prepared: Prepared
 
+    def dtype(self, value: str) -> int:
+        """The element type, as ONNX numbers them."""
+
+    def is_sized(self, value: str) -> bool:
+        """Whether the size and type of a value are known: they do not depend on the data."""
+
     def is_stored(self, value: str) -> bool:
         """Whether a constant is an initialiser, as it stands or with its axes moved: a weight."""
 
@@ -40,7 +46,7 @@ def normalise(graph: OnnxView, value: str, node: ir.Node) -> Operation:
     if kind == "move":
         return _movement(graph, value, node, name)
     if kind == "map" and name == "identity":
-        return Operation(value, kind, name, inputs[:1])
+        return _identity(graph, value, node, inputs)
     if node.op_type == "Clip" and all(graph.is_constant(bound) for bound in inputs[1:]):
         return Operation(value, kind, name, inputs[:1])
     if kind == "map":
@@ -55,6 +61,20 @@ def normalise(graph: OnnxView, value: str, node: ir.Node) -> Operation:
     if kind == "pool":
         return Operation(value, kind, name, inputs[:1])
     return Operation(value, kind, name, inputs, {"quantized": True} if node.op_type in QUANTISED else {})
+
+
+def _identity(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+    """The same elements; not whole numbers or truth values made of fractions, nor what a training dropout leaves."""
+    if node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None:
+        trains = str(node.inputs[2].name)
+        if not graph.is_constant(trains) or graph.constant(trains).any():
+            return Operation(value, "map", "dropout", inputs[:1], {"random": True})
+    if not graph.is_sized(inputs[0]):  # nor is its type
+        return Operation(value, "map", "identity", inputs[:1])
+    before, after = (ir.DataType(graph.dtype(name)) for name in (inputs[0], value))
+    fractions = before.is_floating_point() and not after.is_floating_point()
+    rounds = fractions or (after == ir.DataType.BOOL and before != ir.DataType.BOOL)
+    return Operation(value, "map", f"cast to {after.name.lower()}" if rounds else "identity", inputs[:1])
 
 
 def _norm_attributes(graph: OnnxView, node: ir.Node, name: str, inputs: tuple[str, ...]) -> dict[str, object]:
@@ -84,7 +104,8 @@ def _movement(graph: OnnxView, value: str, node: ir.Node, name: str) -> Operatio
     others = [operand for place, operand in enumerate(node.inputs) if place not in carried and operand is not None]
     reflects = node.op_type == "Pad" and "mode" in node.attributes and node.attributes["mode"].value != "constant"
     inputs = tuple(str(node.inputs[place].name) for place in carried)  # type: ignore[union-attr]
-    settled = not reflects and all(graph.is_constant(str(operand.name)) for operand in others)
+    adds = "reduction" in node.attributes and node.attributes["reduction"].value != "none"
+    settled = not (reflects or adds) and all(graph.is_constant(str(operand.name)) for operand in others)
     return Operation(value, "move" if settled else "other", name if settled else node.op_type, inputs)
 
 
@@ -143,7 +164,9 @@ def _gemm(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -
 
 def _conv(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
     tokens, weight = graph.shape(inputs[0]), graph.shape(inputs[1])
-    keeps_positions = all(size == 1 for size in weight[2:]) and graph.shape(value)[2:] == tokens[2:]
+    steps = node.attributes["strides"].as_ints() if "strides" in node.attributes else ()
+    padding = node.attributes["pads"].as_ints() if "pads" in node.attributes else ()
+    keeps_positions = all(size == 1 for size in (*weight[2:], *steps)) and not any(padding)
     pointwise = keeps_positions and weight[1] == tokens[1]
     depthwise = weight[1] == 1 and weight[0] == tokens[1]
     return Operation(value, "conv", "conv", inputs, {"pointwise": pointwise, "depthwise": depthwise})

@@ -197,6 +197,30 @@ SPELLINGS = {
         ),
     ),
 }  # fmt: skip
+_FLAGS = "one = Constant<value_int=1>()\n  yes = Cast<to=9>(one)\n  half = Constant<value_float=0.5>()\n  "
+_LOWEST = "low = Constant<value_float=-10000.0>()\n  "
+# name: (what becomes of it, as in odd_spellings, and its nodes between the scaled scores s2 and the softmax of s3)
+ODD_SCORES = {
+    "whole numbers": ("no core", "i = Cast<to=6>(s2)\n  s3 = Cast<to=1>(i)"),
+    "truth values": ("no core", "i = Cast<to=9>(s2)\n  s3 = Cast<to=1>(i)"),
+    "another precision and back": ("right", "i = Cast<to=11>(s2)\n  s3 = Cast<to=1>(i)"),
+    "dropped": ("no core", _FLAGS + "s3 = Dropout(s2, half, yes)"),
+    "dropped in inference": ("right", "s3 = Dropout(s2)"),
+    "rounded down": ("no core", "s3 = Floor(s2)"),
+    "clipped": ("no core", _LOWEST + "s3 = Clip(s2, low)"),
+    "bounded": ("no core", "wide0 = Identity(wide)\n  s3 = Min(s2, wide0)"),
+    "maximum of each query": ("right", "m = ReduceMax<axes=[-1], keepdims=1>(s2)\n  s3 = Sub(s2, m)"),
+    "maximum of each key": ("right", "m = ReduceMax<axes=[-2], keepdims=1>(s2)\n  s3 = Sub(s2, m)"),
+    "times a mask": ("no core", "f = Cast<to=1>(mask)\n  s3 = Mul(s2, f)"),
+    "filled": ("right", _LOWEST + "s3 = Where(mask, s2, low)"),
+    "filled, then scaled": ("no core", _LOWEST + "w = Where(mask, s2, low)\n  small = Constant<value_float=0.001>()\n"
+                            "  s3 = Mul(w, small)"),
+    "filled, then biased": ("no core", _LOWEST + "w = Where(mask, s2, low)\n  f = Cast<to=1>(mask)\n  s3 = Add(w, f)"),
+    "filled with zero": ("no core", "zero = Constant<value_float=0.0>()\n  s3 = Where(mask, s2, zero)"),
+    "keys rolled": ("no core", "sizes = Constant<value_ints=[9, 1]>()\n  a, b = Split<axis=3>(s2, sizes)\n"
+                    "  s3 = Concat<axis=3>(b, a)"),
+    "upper triangle of zeros": ("no core", "s3 = Trilu<upper=0>(s2)"),
+}  # fmt: skip
 NOT_ON_PROCESSORS = ("MultiHeadAttention, packed",)  # onnxruntime has it for other devices alone
 
 
@@ -245,3 +269,10 @@ def proto(
 def spelled(name: str) -> ir.Model:
     opset, body = SPELLINGS[name]
     return ir.serde.deserialize_model(proto(body, opset))
+
+
+def odd(name: str) -> ir.Model:
+    """The plain spelling with odd scores; x and a mask [B, 1, 1, 10] of keys are its inputs."""
+    opset, body = SPELLINGS["plain"]
+    body = body.replace("p = Softmax<axis=-1>(s2)", f"{ODD_SCORES[name][1]}\n  p = Softmax<axis=-1>(s3)")
+    return ir.serde.deserialize_model(proto(body, opset, "float[B,10,16] x, bool[B,1,1,10] mask"))

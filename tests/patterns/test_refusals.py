@@ -15,6 +15,7 @@ from refusal_codes import codes_in
 from spellings import (
     HEADS,
     MIXED,
+    NEAR,
     NEAR_MISSES,
     SCALE,
     TOKENS,
@@ -132,10 +133,16 @@ FROM_FX: dict[str, Case] = {
     "mixed-heads": with_operands(lambda m, x, q, k, v: (q @ k.mT).softmax(-1)[:, :2] @ v[:, :2]),
     "unfolded-heads": fx(packed, some_heads),
     "not-a-view": fx(packed, crowd),
-    "lost-scores": with_operands(
-        lambda m, x, q, k, v: m.proj(merged(((q @ k.mT)[..., :6] + m.table).softmax(-1) @ v[:, :, :6])),
-        with_parameters(packed(), table=(HEADS, TOKENS, 6)),
+    "rearranged-scores": with_scores(lambda s: s.roll(1, -1)),
+    "partial-softmax": with_operands(
+        lambda m, x, q, k, v: (q @ k.mT).unflatten(3, (2, 6)).softmax(-1).flatten(3) @ v,
     ),
+    "scores-multiplied": with_scores(lambda s: s * NEAR),
+    "weak-mask": with_scores(lambda s: s.masked_fill(~NEAR, -1e4) / 100),
+    "several-fillings": with_scores(lambda s: s.masked_fill(~NEAR, -1e5).masked_fill(~NEAR.mT.tril(), -1e4)),
+    "biased-filling": with_scores(lambda s: s.masked_fill(~NEAR, -1e5) + NEAR),
+    "unaligned-values": with_operands(lambda m, x, q, k, v: attend(q, k, v.flip(2))),
+    "active-dropout": with_operands(lambda m, x, q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)),
     "talking-heads": lambda: of_module(MIXED[0]),
     "causal-mask": with_operands(lambda m, x, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
     "joined-scores": with_operands(
@@ -150,6 +157,10 @@ FROM_FX: dict[str, Case] = {
     "several-sources": fx(
         lambda: separate() | {"other": nn.Linear(WIDTH, WIDTH)},
         lambda m, x: attend(heads(torch.cat([m.q(x[:, :6]), m.other(x[:, 6:])], 1)), heads(m.k(x)), heads(m.v(x))),
+    ),
+    "normed-otherwise": fx(
+        lambda: separate() | {"norm": nn.BatchNorm1d(TOKENS)},
+        lambda m, x: attend(heads(m.norm(m.q(x))), heads(m.k(x)), heads(m.norm(m.v(x)))),
     ),
     "no-projection": fx(separate, lambda m, x: attend(heads(x), heads(m.k(x)), heads(m.v(x)))),
     "mixed-channels": fx(separate, skewed),
