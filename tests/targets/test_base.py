@@ -124,8 +124,9 @@ def test_an_artifact_lists_what_lies_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "model.mlpackage" / "weights.bin").write_bytes(b"123")
     target = base.get_target("host")
     made = target.artifact("vit", tmp_path, check.Agreement(0.5, 1.0), check="looked at it", schedule="none")
-    assert made.files == ("model.mlpackage", "model.so")
-    assert (made.size_bytes, made.max_abs_error, made.tolerance, made.target) == (8, 0.5, 1.0, "host")
+    assert made.files == ("artifact.json", "model.mlpackage", "model.so")
+    record = (tmp_path / "artifact.json").stat().st_size
+    assert (made.size_bytes - record, made.max_abs_error, made.tolerance, made.target) == (8, 0.5, 1.0, "host")
 
 
 EXPECTED = np.array([[1.0, -4.0, 2.0]], np.float32)
