@@ -144,6 +144,13 @@ def test_agreement_within_the_tolerance(found: np.ndarray, error: float) -> None
     assert agreement == check.Agreement(error, pytest.approx(0.4))
 
 
+def test_errors_below_the_smallest_normal_number_are_none() -> None:
+    tiny = np.array([1e-39, 3e-42], np.float32)
+    assert check.agree("it", [np.zeros_like(tiny)], [tiny], relative=1e-6).max_abs_error == 0
+    with pytest.raises(CheckFailedError, match=r"by 1\.2e-38"):
+        check.agree("it", [np.zeros(2, np.float32)], [np.full(2, 1.2e-38, np.float32)], relative=1e-6)
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [

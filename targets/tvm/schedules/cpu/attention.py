@@ -215,20 +215,28 @@ class _State:
 
     def product(self, z: Sequence[Position], key: Any, depth: int, keep: Any) -> None:
         """Exponentials times values: `keep(row, channel, lanes, value)` gets the sums."""
-        writer, wide = self.writer, min(self.writer.attention.columns, self.writer.channels)
-        with steps(-(-writer.channels // wide)) as part:
-            channel = vectors.name(tirx.min(part * wide, writer.channels - wide)) if writer.channels > wide else 0
-            tile = RegisterTile(writer.rows, wide, writer.lanes)
-            tile.clear()
-            tile.multiply(
-                depth,
-                lambda i, k, n: vectors.load(self.scores, i * writer.length + k, n),
-                lambda k, begin, n: writer.read(writer.attention.value, (*z, key(k), channel + begin), n),
-                writer.profile.by_lane,
-            )
-            for row in range(writer.rows):
-                for begin, n in pieces(wide, writer.lanes):
-                    keep(row, channel + begin, n, tile.value(row, begin, n))
+        writer = self.writer
+        wide = min(writer.attention.columns, writer.channels)
+        full, rest = divmod(writer.channels, wide)
+        with steps(full) as part:
+            self.part(z, part * wide, wide, key, depth, keep)
+        if rest:
+            self.part(z, full * wide, rest, key, depth, keep)
+
+    def part(self, z: Sequence[Position], channel: Position, wide: int, key: Any, depth: int, keep: Any) -> None:
+        """The product for `wide` channels from `channel` on. No two parts share a channel, as sums are added to."""
+        writer = self.writer
+        tile = RegisterTile(writer.rows, wide, writer.lanes)
+        tile.clear()
+        tile.multiply(
+            depth,
+            lambda i, k, n: vectors.load(self.scores, i * writer.length + k, n),
+            lambda k, begin, n: writer.read(writer.attention.value, (*z, key(k), channel + begin), n),
+            writer.profile.by_lane,
+        )
+        for row in range(writer.rows):
+            for begin, n in pieces(wide, writer.lanes):
+                keep(row, channel + begin, n, tile.value(row, begin, n))
 
 
 def _apply(call: Call, profile: Profile) -> Kernel | Refusal:

@@ -53,6 +53,9 @@ class Normalise:
                     vectors.store(row, at, value, lanes)
                     return value
 
+                def keep(index: list[Position], at: Position, lanes: int) -> None:
+                    read(index, at, lanes)
+
                 def square(index: list[Position], at: Position, lanes: int) -> Value:
                     value = vectors.name(vectors.load(row, at, lanes) - vectors.splat(mean, lanes))
                     return value * value
@@ -60,8 +63,8 @@ class Normalise:
                 if self.centred:
                     mean = vectors.name(total(inner, profile.lanes, read) / vectors.splat(float(count), 1))
                 else:
-                    along(inner, profile.lanes, lambda *at: read(*at) and None)
                     mean = vectors.splat(0.0, 1)
+                    along(inner, profile.lanes, keep)
                 variance = total(inner, profile.lanes, square) / vectors.splat(float(count), 1)
                 factor = vectors.name(vectors.OPERATIONS["rsqrt"](variance + vectors.splat(self.epsilon, 1)))
 
