@@ -3,17 +3,19 @@
 A target is one class. Other packages register theirs with the entry-point group `attnrewrite.targets`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.plugins import Registry, Rules
 from attnrewrite.targets.agreement import Agreement
+from attnrewrite.targets.record import Decision, Port, ports, write_record
 
 GROUP = "attnrewrite.targets"
 BUILT_IN = {
@@ -38,7 +40,8 @@ class Artifact:
 
     `files` are relative to the folder `path`, and `size_bytes` is what all files below it take. `max_abs_error` is the
     largest difference to the module's own outputs on the example inputs, in the outputs' unit, and `tolerance` the most
-    that was allowed; `check` says in words what was run to find out. `schedule` names what scheduled the operators.
+    that was allowed; `check` says in words what was run to find out. `schedule` names what scheduled the operators;
+    `operators` says what became of each value of the graph, where the schedules are ours.
     """
 
     model: str
@@ -51,6 +54,9 @@ class Artifact:
     check: str
     schedule: str
     notes: tuple[str, ...] = ()
+    inputs: tuple[Port, ...] = ()
+    outputs: tuple[Port, ...] = ()
+    operators: tuple[Decision, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,21 +120,40 @@ class Target:
             raise InputError(f"target {self.name!r} cannot be built here: {reason}")
 
     def artifact(
-        self, name: str, out: Path, agreement: Agreement, *, check: str, schedule: str, notes: tuple[str, ...] = ()
+        self,
+        name: str,
+        out: Path,
+        agreement: Agreement,
+        *,
+        check: str,
+        schedule: str,
+        notes: tuple[str, ...] = (),
+        inputs: Sequence[np.ndarray] = (),
+        outputs: Sequence[np.ndarray] = (),
+        operators: tuple[Decision, ...] = (),
     ) -> Artifact:
-        """The record of what lies in `out` once it has been checked."""
-        return Artifact(
+        """The record of what lies in `out` once it has been checked on `inputs`; it is written there, too."""
+        made = Artifact(
             model=name,
             target=self.name,
             path=out,
-            files=tuple(sorted(entry.name for entry in out.iterdir())),
+            files=_files(out),
             size_bytes=size_bytes(out),
             max_abs_error=agreement.max_abs_error,
             tolerance=agreement.tolerance,
             check=check,
             schedule=schedule,
             notes=notes,
+            inputs=ports(inputs),
+            outputs=ports(outputs),
+            operators=operators,
         )
+        write_record(made, out)
+        return replace(made, files=_files(out), size_bytes=size_bytes(out))
+
+
+def _files(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(entry.name for entry in folder.iterdir()))
 
 
 def size_bytes(folder: Path) -> int:

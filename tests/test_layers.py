@@ -42,7 +42,8 @@ FLOORS = (
     ("passes",),
     ("passes.fx", "passes.onnx"),
     ("frontends.onnx_import", "targets"),
-    ("frontends", "targets.runners", "targets.coreml"),
+    ("frontends", "targets.runners", "targets.coreml", "targets.tvm.schedules"),
+    ("targets.tvm.schedules.cpu",),
     ("targets.tvm",),
     ("targets.devices",),
     ("calibration", "evaluation"),
@@ -79,7 +80,8 @@ ONNX = (
     "attnrewrite.conversion.onnx_out",
 )
 # What these are named after is all they are about: they import it at their top, and others import them in functions.
-DEVOTED = {"onnx": ONNX, "onnx_ir": ONNX}
+SCHEDULES = ("attnrewrite.targets.tvm.schedules.",)
+DEVOTED = {"onnx": ONNX, "onnx_ir": ONNX, "tvm": SCHEDULES}
 
 
 def room(module: str) -> str:

@@ -20,7 +20,7 @@ from attnrewrite.cli.options import (
     SourceName,
     VariantOptions,
 )
-from attnrewrite.cli.output import Outcome, bars, conversion_table, evaluation_table, say, table
+from attnrewrite.cli.output import Outcome, bars, conversion_table, evaluation_table, say, schedule_table, table
 from attnrewrite.errors import InputError
 from attnrewrite.files import check_apart, check_free, staged
 from attnrewrite.request import Budget, Calibration
@@ -117,8 +117,14 @@ def lower(
     output: OutputOptions,
     model: ModelOptions,
     run: RunOptions,
+    why: Annotated[
+        bool, typer.Option("--explain", help="Say which schedule took which operators, and why others were left.")
+    ] = False,
 ) -> Outcome:
-    """Lower a model for a target and check the artifact against the model."""
+    """Lower a model for a target and check the artifact against the model.
+
+    Beside the artifact, artifact.json says what it is: inputs, outputs, the check, what became of every operator.
+    """
     from attnrewrite import api
     from attnrewrite.targets.base import get_target
 
@@ -131,7 +137,10 @@ def lower(
         return _would(f"lower {source} for {target} to {out}", source=source, target=target, out=str(out))
     artifact = api.lower(loaded, target, out, force=output.force, threads=run.execution.threads)
     data = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(artifact).items()}
-    return Outcome(data, f"{artifact.path}: {', '.join(artifact.files)} (checked: {artifact.check})")
+    made = f"{artifact.path}: {', '.join(artifact.files)} (checked: {artifact.check})"
+    if not why:
+        return Outcome({key: value for key, value in data.items() if key != "operators"}, made)
+    return Outcome(data, schedule_table(artifact), note=made)
 
 
 @command("attnrewrite compare out/vit --target host --target arm-cpu --data test.npz --out out/compared")

@@ -17,6 +17,8 @@ from attnrewrite.evaluation.records import Evaluation
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from attnrewrite.targets.base import Artifact
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -178,6 +180,21 @@ def promised(selection: Mapping[str, Any]) -> str:
 def _change(stage: Mapping[str, Any], what: str, form: str) -> str:
     before, after = stage[f"{what}_before"], stage[f"{what}_after"]
     return "" if after is None else f"{before:{form}} -> {after:{form}}"
+
+
+def schedule_table(artifact: "Artifact") -> "RenderableType":
+    """Which rule took which operators, alike ones in one row, those with most multiply-adds first."""
+    alike: dict[tuple[str, str, str], list[float]] = {}
+    for each in artifact.operators:
+        # As they follow each other, where the record has the last one first.
+        row = (each.rule, ", ".join(reversed(each.operators)), each.reason or "")
+        alike.setdefault(row, []).append(each.share)
+    rows = [
+        [rule, operators, str(len(shares)), f"{100 * sum(shares):.1f} %", why]
+        for (rule, operators, why), shares in sorted(alike.items(), key=lambda item: -sum(item[1]))
+    ]
+    columns = {"rule": "left", "operators": "left", "times": "right", "multiply-adds": "right", "why": "left"}
+    return table(f"{artifact.model} for {artifact.target}: {artifact.schedule}", columns, rows)
 
 
 def evaluation_table(evaluations: Mapping[str, Evaluation]) -> "RenderableType":

@@ -47,7 +47,16 @@ class CoreMLNpu(Target):
             exact = _check(f"{subject} as float32", in_float32, inputs, expected, check.FLOAT32)
         agreement = _check(subject, package.convert(program, out, "FLOAT16"), inputs, expected, check.FLOAT16)
         how = f"MIL program interpreted with float16 rounding; in float32 it is within {exact.max_abs_error:.2g}"
-        return self.artifact(name, out, agreement, check=how, schedule="Core ML's own", notes=(*notes, *wide.notes))
+        return self.artifact(
+            name,
+            out,
+            agreement,
+            check=how,
+            schedule="Core ML's own",
+            notes=(*notes, *wide.notes),
+            inputs=arrays(inputs),
+            outputs=expected,
+        )
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int

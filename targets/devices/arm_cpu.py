@@ -16,6 +16,7 @@ from attnrewrite.targets.tvm import compat as tvm_compat
 
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
 NOT_MEASURED = Refusal("needs-device", "measured on an ARM device only (there, target host measures it)")
+CORE = "cortex-a76"
 EMULATION_S = 120  # seconds that the emulated run may take
 
 
@@ -34,18 +35,27 @@ class ArmCpu(Target):
         self.require_build()
         wide = widened(module, example_inputs)
         program = tvm_compat.import_program(specialise(wide.module, wide.inputs))
-        library, notes = _export(tvm_compat.build(program, tvm_compat.profile(self.name)), out)
+        made = tvm_compat.build_for_cpu(program, CORE)
+        library, notes = _export(made.executable, out)
         try:
             found, how = (
                 qemu.execute(library, arrays(wide.inputs), tvm_compat.runtime_packages(), EMULATION_S),
                 "ran under qemu-aarch64",
             )
         except Unavailable as reason:
-            host = tvm_compat.build(program, tvm_compat.host_profile())
-            found, how = tvm_compat.bind(host, wide.inputs, threads)(), f"{ON_HOST}: {reason}"
+            host = tvm_compat.build_for_cpu(program, "host")
+            found, how = tvm_compat.bind(host.executable, wide.inputs, threads)(), f"{ON_HOST}: {reason}"
         agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
         return self.artifact(
-            name, out, agreement, check=how, schedule=tvm_compat.DEFAULT_SCHEDULE, notes=(*notes, *wide.notes)
+            name,
+            out,
+            agreement,
+            check=how,
+            schedule=made.schedule,
+            notes=(*notes, *wide.notes),
+            inputs=arrays(wide.inputs),
+            outputs=found,
+            operators=made.operators,
         )
 
     def runs(

@@ -29,11 +29,20 @@ class Host(Target):
     ) -> Artifact:
         self.require_build()
         wide = widened(module, example_inputs)
-        library = _link(wide.module, wide.inputs, out)
+        library, made = _link(wide.module, wide.inputs, out)
         found = tvm_compat.bind(library, wide.inputs, threads)()
         agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
-        how = "ran in TVM on this host"
-        return self.artifact(name, out, agreement, check=how, schedule=tvm_compat.DEFAULT_SCHEDULE, notes=wide.notes)
+        return self.artifact(
+            name,
+            out,
+            agreement,
+            check="ran in TVM on this host",
+            schedule=made.schedule,
+            notes=wide.notes,
+            inputs=arrays(wide.inputs),
+            outputs=found,
+            operators=made.operators,
+        )
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
@@ -69,19 +78,19 @@ def _eager(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Prepa
 def _tvm(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Prepared:
     Host().require_build()
     with tempfile.TemporaryDirectory() as folder:
-        library = _link(module, inputs, Path(folder))
+        library, _ = _link(module, inputs, Path(folder))
         return tvm_compat.bind(library, inputs, threads), library.stat().st_size
 
 
-def _link(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> Path:
+def _link(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> tuple[Path, tvm_compat.Scheduled]:
     """The module compiled for this processor, as a shared library in `folder`."""
-    executable = tvm_compat.build(tvm_compat.import_program(specialise(module, inputs)), tvm_compat.host_profile())
-    return tvm_compat.export_library(executable, folder / "model.so", tvm_compat.host_linker())
+    made = tvm_compat.build_for_cpu(tvm_compat.import_program(specialise(module, inputs)), "host")
+    return tvm_compat.export_library(made.executable, folder / "model.so", tvm_compat.host_linker()), made
 
 
 # Each runtime's way to prepare a call, and what to know about the result.
 _RUNTIMES: dict[str, tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Prepared], tuple[str, ...]]] = {
     "torch eager": (_eager, ()),
     "onnxruntime": (onnx_runtime.prepare, ()),
-    "tvm": (_tvm, (f"schedule: {tvm_compat.DEFAULT_SCHEDULE}",)),
+    "tvm": (_tvm, (f"schedule: {tvm_compat.CPU_SCHEDULE}",)),
 }

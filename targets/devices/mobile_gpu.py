@@ -42,8 +42,8 @@ class Gpu(Target):
             found, device = opencl.execute(kernels, arrays(wide.inputs), EXECUTION_S)
             how = f"kernels run with OpenCL on {device}"
         except Unavailable as reason:
-            host = tvm_compat.build(program, tvm_compat.host_profile())
-            found, how = tvm_compat.bind(host, wide.inputs, threads)(), f"{ON_HOST}: {reason}"
+            host = tvm_compat.build_for_cpu(program, "host")
+            found, how = tvm_compat.bind(host.executable, wide.inputs, threads)(), f"{ON_HOST}: {reason}"
         agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
         return self.artifact(
             name,
@@ -52,6 +52,8 @@ class Gpu(Target):
             check=how,
             schedule=tvm_compat.DEFAULT_SCHEDULE,
             notes=("object files: link them with the Android NDK", *wide.notes),
+            inputs=arrays(wide.inputs),
+            outputs=found,
         )
 
     def runs(

@@ -12,6 +12,7 @@ import shutil
 import tarfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,9 +24,12 @@ from torch.export import ExportedProgram
 
 from attnrewrite.errors import CheckFailedError, InputError, Refusal, first_line
 from attnrewrite.targets.prepare import arrays, canonical
+from attnrewrite.targets.record import Decision
 from attnrewrite.targets.runners.qemu import Packages
+from attnrewrite.targets.tvm.schedules.profile import profile as cpu_profile
 
-DEFAULT_SCHEDULE = "TVM's default pipeline (no attnrewrite schedules yet)"
+CPU_SCHEDULE = "attnrewrite CPU schedules"
+DEFAULT_SCHEDULE = "TVM's default pipeline"
 
 
 def why_missing() -> Refusal | None:
@@ -44,15 +48,8 @@ def runtime_packages() -> Packages:
 
 
 def profile(name: str) -> dict[str, Any]:
-    """The device description `name` of profiles.toml."""
+    """The GPU's device description `name` of profiles.toml."""
     return tomllib.loads(files("attnrewrite.targets").joinpath("profiles.toml").read_text())[name]  # type: ignore[no-any-return]
-
-
-def host_profile() -> dict[str, Any]:
-    """This machine's processor: its name and the features that are on, as a hypervisor may mask some."""
-    features = _global("tvm.codegen.llvm.GetHostCPUFeatures")()
-    mattr = [f"{'+' if on else '-'}{feature}" for feature, on in sorted(features.items())]
-    return {"kind": "llvm", "mcpu": _global("tvm.codegen.llvm.GetHostCPUName")(), "mattr": mattr}
 
 
 def import_program(program: ExportedProgram) -> Any:
@@ -69,6 +66,31 @@ def import_program(program: ExportedProgram) -> Any:
         return from_exported_program(program, run_ep_decomposition=False, custom_convert_map=_CONVERTERS)
     except Exception as error:
         raise InputError(f"TVM cannot import the module: {first_line(error)}") from error
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A module compiled with our schedules, their name, and what became of each of its values."""
+
+    executable: Any
+    schedule: str
+    operators: tuple[Decision, ...]
+
+
+def build_for_cpu(relax_module: Any, core: str) -> Scheduled:
+    """Compile a Relax module with our schedules for a processor: a name in profiles.toml, or `host`.
+
+    InputError for an unknown name, with the nearest.
+    """
+    from attnrewrite.targets.tvm.schedules.cpu import pipeline
+
+    processor = cpu_profile(core)
+    try:
+        scheduled = pipeline.schedule(relax_module, processor)
+        executable = pipeline.build(scheduled.module, processor)
+    except Exception as error:
+        raise CheckFailedError(f"TVM cannot compile the module for {core}: {first_line(error)}") from error
+    return Scheduled(executable, f"{CPU_SCHEDULE} for {processor.description}", scheduled.decisions)
 
 
 def build(relax_module: Any, device: Mapping[str, Any]) -> Any:

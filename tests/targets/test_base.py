@@ -124,8 +124,9 @@ def test_an_artifact_lists_what_lies_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "model.mlpackage" / "weights.bin").write_bytes(b"123")
     target = base.get_target("host")
     made = target.artifact("vit", tmp_path, check.Agreement(0.5, 1.0), check="looked at it", schedule="none")
-    assert made.files == ("model.mlpackage", "model.so")
-    assert (made.size_bytes, made.max_abs_error, made.tolerance, made.target) == (8, 0.5, 1.0, "host")
+    assert made.files == ("artifact.json", "model.mlpackage", "model.so")
+    record = (tmp_path / "artifact.json").stat().st_size
+    assert (made.size_bytes - record, made.max_abs_error, made.tolerance, made.target) == (8, 0.5, 1.0, "host")
 
 
 EXPECTED = np.array([[1.0, -4.0, 2.0]], np.float32)
@@ -141,6 +142,13 @@ EXPECTED = np.array([[1.0, -4.0, 2.0]], np.float32)
 def test_agreement_within_the_tolerance(found: np.ndarray, error: float) -> None:
     agreement = check.agree("it", [found], [EXPECTED], relative=0.1)
     assert agreement == check.Agreement(error, pytest.approx(0.4))
+
+
+def test_errors_below_the_smallest_normal_number_are_none() -> None:
+    tiny = np.array([1e-39, 3e-42], np.float32)
+    assert check.agree("it", [np.zeros_like(tiny)], [tiny], relative=1e-6).max_abs_error == 0
+    with pytest.raises(CheckFailedError, match=r"by 1\.2e-38"):
+        check.agree("it", [np.zeros(2, np.float32)], [np.full(2, 1.2e-38, np.float32)], relative=1e-6)
 
 
 @pytest.mark.parametrize(

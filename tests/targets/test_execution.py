@@ -113,7 +113,7 @@ def test_without_a_cross_linker_there_are_object_files_and_the_reason(
     without = [folder for folder in os.get_exec_path() if not (Path(folder) / qemu.CROSS_COMPILER).exists()]
     monkeypatch.setenv("PATH", os.pathsep.join(without))
     made = arm()
-    assert made.files == ("model.tar",)
+    assert made.files == ("artifact.json", "model.tar")
     with tarfile.open(tmp_path / "model.tar") as archive:
         assert all(archive.extractfile(name).read(4) == b"\x7fELF" for name in archive.getnames())
     assert made.notes == (f"object files instead of a library: {qemu.CROSS_COMPILER} is not installed to link them",)

@@ -1,0 +1,48 @@
+"""What lies beside an artifact to say what it is: artifact.json."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILE = "artifact.json"
+
+
+@dataclass(frozen=True)
+class Port:
+    """The shape and type of a tensor that an artifact takes or gives."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of one value of the lowered graph: the rule that took its operators, or why none did.
+
+    `operators` are those that one kernel does, the last one first. `multiply_adds` is how many they make, `share` their
+    part of the whole model's; `reason` is None where a rule took them.
+    """
+
+    value: str
+    operators: tuple[str, ...]
+    shape: tuple[int, ...]
+    rule: str
+    multiply_adds: int
+    share: float
+    reason: str | None = None
+
+
+def ports(arrays: Sequence[np.ndarray]) -> tuple[Port, ...]:
+    return tuple(Port(tuple(array.shape), str(array.dtype)) for array in arrays)
+
+
+def write_record(artifact: Any, folder: Path) -> Path:
+    """Write everything that an artifact's record says, but for where it lies, to `folder`/artifact.json."""
+    data = {key: value for key, value in asdict(artifact).items() if key != "path"}
+    path = folder / FILE
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,132 @@
+"""A kernel's steps as its rule puts them together: operands in the form that products read, then the product."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from attnrewrite.targets.tvm.schedules.cpu.elementwise import copying
+from attnrewrite.targets.tvm.schedules.cpu.packing import Pack, packed
+from attnrewrite.targets.tvm.schedules.cpu.product import Product
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, best_tile, panel_shape, panels
+from attnrewrite.targets.tvm.schedules.expression import (
+    Apply,
+    Arguments,
+    Expression,
+    Leaf,
+    Load,
+    Number,
+    Result,
+    joined,
+    leaves,
+    moved,
+    substituted,
+)
+from attnrewrite.targets.tvm.schedules.graph import strided
+from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.rule import Function, Kernel, Step, Temporary
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguous
+
+
+class Assembly:
+    """Steps so far, and the variables whose operators they do the work of."""
+
+    def __init__(self, covers: Sequence[Any]) -> None:
+        self.steps: list[Step] = []
+        self.covers = list(covers)
+
+    def add(self, function: Function, arguments: Sequence[Any], written: Shape) -> Temporary:
+        self.steps.append(Step(function, tuple(arguments), written))
+        return Temporary(len(self.steps) - 1)
+
+    def kernel(self) -> Kernel:
+        return Kernel(tuple(self.steps), tuple(dict.fromkeys(self.covers)))
+
+    def view(self, value: Expression, space: Shape) -> View:
+        """What is read more than once: a view as it is, arithmetic computed first."""
+        return value.view if isinstance(value, Leaf) else self.copy(value, space)
+
+    def copy(self, value: Expression, space: Shape) -> View:
+        """A value computed by a step of its own, its elements one after the other."""
+        arguments = Arguments()
+        filled = copying(arguments.loading(value), space)
+        return View(self.add(filled, arguments.bases, space), contiguous(space))
+
+    def pack(self, value: Expression, batch: Shape, columns: int, depth: int, width: int, into: Arguments) -> Panels:
+        """A right operand over [batch..., depth, columns] as panels; those of a constant are made now."""
+        if isinstance(value, Leaf) and isinstance(value.view.base, np.ndarray):
+            array = packed(strided(value.view.base, value.view.layout), width)
+            return panels(into.number(array), batch, depth, columns, width)
+        read = Arguments()
+        function = Pack(batch, depth, columns, width, read.loading(value))
+        made = self.add(function, read.bases, panel_shape(batch, depth, columns, width))
+        return panels(into.number(made), batch, depth, columns, width)
+
+    def product(
+        self,
+        left: Expression,
+        right: Expression,
+        depth: int,
+        out: Layout,
+        epilogue: Expression,
+        profile: Profile,
+        written: Shape,
+    ) -> Temporary:
+        """Add out = epilogue(left right), operands over [batch..., rows, depth] and [batch..., depth, columns]."""
+        batch, columns, lead = out.shape[:-2], out.shape[-1], len(out.shape) - 2
+        arguments = Arguments()
+        first = arguments.load(self.view(left, (*out.shape[:-1], depth)))
+        after = arguments.loading(epilogue)
+        if is_shared(right, lead):
+            # One right operand for the whole batch: whose rows are then rows of a single product, where strides allow.
+            right, batch = without(right, lead), ()
+            (left_layout, out), after = joined([first.layout, out], after, lead + 1)
+            first = replace(first, layout=left_layout)
+        tile = best_tile(profile, *out.shape[-2:])
+        second: Load | Panels
+        if isinstance(right, Leaf) and has_rows(right.view):
+            second = arguments.load(right.view)
+        else:
+            second = self.pack(right, batch, columns, depth, tile.columns, arguments)
+        if batch:
+            layouts, after = joined([first.layout, second.layout, out], after, lead)
+            first, second = replace(first, layout=layouts[0]), replace(second, layout=layouts[1])
+            out = layouts[2]
+        else:
+            outer = out.shape[:-2]
+            second = replace(second, layout=second.layout.expand((*outer, *second.layout.shape)))
+        product = Product(depth, first, second, out, after, tile)
+        return self.add(product, arguments.bases, written)
+
+
+def is_shared(value: Expression, lead: int) -> bool:
+    """Whether a value is the same all along the first `lead` axes."""
+    spaces = [leaf.view.layout for leaf in leaves(value)]
+    return not any(
+        stride for space in spaces for size, stride in zip(space.shape[:lead], space.strides, strict=False) if size > 1
+    )
+
+
+def without(value: Expression, lead: int) -> Expression:
+    """A value that is the same all along the first `lead` axes, in a space without them."""
+    cut = moved(value, lambda layout: Layout(layout.shape[lead:], layout.strides[lead:], layout.offset))
+    assert cut is not None
+    return cut
+
+
+def has_rows(view: View) -> bool:
+    """Whether a tile can read a tensor's rows as they lie: its columns are neighbours, and it is no constant."""
+    return view.layout.strides[-1] == 1 and not isinstance(view.base, np.ndarray)
+
+
+def expanded(value: Expression, space: Shape) -> Expression:
+    """A value broadcast to an index space with more axes before its own."""
+    made = moved(value, lambda layout: layout.expand(space))
+    assert made is not None
+    return made
+
+
+def scaled(epilogue: Expression, factor: float) -> Expression:
+    """An epilogue whose result is taken times a number first."""
+    return epilogue if factor == 1 else substituted(epilogue, Apply("multiply", (Result(), Number(factor))))

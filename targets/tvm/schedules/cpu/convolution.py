@@ -1,0 +1,134 @@
+"""Convolutions: as products of weights and windows, in the orientation that writes neighbours; a channel by itself as
+a sum over the window's elements.
+"""
+
+import math
+from functools import reduce
+
+import numpy as np
+
+from attnrewrite.errors import Refusal
+from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded
+from attnrewrite.targets.tvm.schedules.cpu.elementwise import Fill, Part
+from attnrewrite.targets.tvm.schedules.cpu.windows import Windows, pair, sides
+from attnrewrite.targets.tvm.schedules.expression import Apply, Arguments, Expression, Leaf, moved, ordered, substituted
+from attnrewrite.targets.tvm.schedules.graph import shape
+from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
+from attnrewrite.targets.tvm.schedules.trace import Traced, operand, trace
+from attnrewrite.targets.tvm.schedules.view import Layout, View, contiguous
+
+MOST_TAPS = 49  # elements of a window that are written out one after the other
+
+
+def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
+    traced = trace(call.graph, call.var, ("relax.nn.conv2d",))
+    if isinstance(traced, Refusal):
+        return traced
+    node = call.graph.call(traced.anchor)
+    assert node is not None
+    attributes = node.attrs
+    layouts = (str(attributes.data_layout), str(attributes.kernel_layout), str(attributes.out_layout))
+    if layouts != ("NCHW", "OIHW", "NCHW"):
+        return Refusal("layout", f"is a convolution in the layouts {', '.join(layouts)}")
+    weight = call.graph.constant(node.args[1])
+    if weight is None:
+        return Refusal("weights", "is a convolution with computed weights")
+    _, channels, height, width = shape(traced.anchor)
+    windows = Windows(
+        (weight.shape[2], weight.shape[3]),
+        pair(attributes.strides),
+        pair(attributes.dilation),
+        sides(attributes.padding),
+    )
+    source = operand(call.graph, node.args[0])
+    assembly = Assembly((*traced.covers, *source.covers))
+    space, groups = shape(node.args[0]), int(attributes.groups)
+    image = windows.image(assembly, source.expression, space, (height, width), 0.0)
+    seen = View(image.base, windows.over(image.layout, (height, width)))
+    if groups == channels == space[1] and math.prod(windows.size) <= MOST_TAPS:
+        return _by_channel(call, traced, assembly, seen, weight)
+    if groups == 1 and traced.out.strides[1] == 1:
+        return _tokens(call, traced, assembly, seen, weight, profile)
+    return _images(call, traced, assembly, seen, weight, groups, profile)
+
+
+def _tokens(call: Call, traced: Traced, assembly: Assembly, seen: View, weight: np.ndarray, profile: Profile) -> Kernel:
+    """Windows times weights: the channels of a place are neighbours in the result, as tokens have them."""
+    channels, depth = weight.shape[0], weight[0].size
+    order = (0, 4, 5, 1, 2, 3)
+    batch, height, width, *_ = seen.layout.permute(order).shape
+    rows = seen.layout.permute(order)
+    flat = rows.reshape((batch, height, width, depth))
+    left = (
+        View(seen.base, flat)
+        if flat is not None
+        else _copied(assembly, View(seen.base, rows), (batch, height, width, depth))
+    )
+    right = View(np.ascontiguousarray(weight.reshape(channels, depth).T), contiguous((depth, channels)))
+    assembly.product(
+        Leaf(left),
+        expanded(Leaf(right), (batch, height, depth, channels)),
+        depth,
+        traced.out.permute((0, 2, 3, 1)),
+        ordered(traced.epilogue, (0, 2, 3, 1)),
+        profile,
+        shape(call.var),
+    )
+    return assembly.kernel()
+
+
+def _images(
+    call: Call, traced: Traced, assembly: Assembly, seen: View, weight: np.ndarray, groups: int, profile: Profile
+) -> Kernel | Refusal:
+    """Weights times windows: the places of a channel are neighbours in the result, as images have them."""
+    batch, *_, height, width = seen.layout.shape
+    channels, depth, places = weight.shape[0] // groups, weight[0].size, height * width
+
+    def move(layout: Layout) -> Layout | None:
+        return layout.reshape((batch, groups, channels, places))
+
+    out, epilogue = move(traced.out), moved(traced.epilogue, move)
+    if out is None or epilogue is None:
+        return Refusal("layout", "writes or reads beside a convolution what has no flat image")
+    flat = seen.layout.reshape((batch, groups, depth, places))
+    space = (batch, groups, depth, places)
+    right = View(seen.base, flat) if flat is not None else _copied(assembly, seen, space)
+    left = View(np.ascontiguousarray(weight.reshape(groups, channels, depth)), contiguous((groups, channels, depth)))
+    assembly.product(
+        expanded(Leaf(left), (batch, groups, channels, depth)),
+        Leaf(right),
+        depth,
+        out,
+        epilogue,
+        profile,
+        shape(call.var),
+    )
+    return assembly.kernel()
+
+
+def _copied(assembly: Assembly, windows: View, space: tuple[int, ...]) -> View:
+    """Windows written out one after the other, in another shape."""
+    made = assembly.copy(Leaf(windows), windows.layout.shape)
+    flat = made.layout.reshape(space)
+    assert flat is not None
+    return View(made.base, flat)
+
+
+def _by_channel(call: Call, traced: Traced, assembly: Assembly, seen: View, weight: np.ndarray) -> Kernel:
+    """The sum of the window's elements times their weights, in the kernel that does the arithmetic after it."""
+    space = shape(traced.anchor)
+    taps = []
+    for row, column in np.ndindex(*weight.shape[2:]):
+        at = seen.layout.narrow(2, row, 1).narrow(3, column, 1)
+        window = Layout(space, (*at.strides[:2], *at.strides[4:]), at.offset)
+        factor = View(np.ascontiguousarray(weight[:, 0, row, column]), Layout(space, (0, 1, 0, 0)))
+        taps.append(Apply("multiply", (Leaf(View(seen.base, window)), Leaf(factor))))
+    total: Expression = reduce(lambda one, other: Apply("add", (one, other)), taps)
+    arguments = Arguments()
+    value = arguments.loading(substituted(traced.epilogue, total))
+    assembly.add(Fill((Part(traced.out, value),), name="depthwise"), arguments.bases, shape(call.var))
+    return assembly.kernel()
+
+
+CONVOLUTION = Rule("convolution", _apply)

@@ -1,0 +1,153 @@
+"""How a kernel is put together: a TIR function over flat buffers, loops, expressions at a place of an index space."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder import ir as T
+
+from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
+from attnrewrite.targets.tvm.schedules.expression import Apply, Expression, Load, Number, Result
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape, unravel
+
+OPAQUE = 8  # TVM's word for a function that must not be fused with others
+FEWEST_FOR_THREADS = 4096  # numbers: less work than that is done sooner than another thread wakes up
+
+
+def function(shapes: Sequence[Shape], body: Callable[..., None]) -> Any:
+    """The TIR function of tensors of `shapes` whose statements `body` writes, given each tensor as a flat buffer."""
+    with IRBuilder() as builder, T.prim_func(is_private=True, s_tir=True):
+        T.func_attr({"tirx.noalias": True, "op_pattern": OPAQUE, "tirx.is_scheduled": True})
+        arguments = [T.arg(f"a{index}", T.buffer(shape, "float32")) for index, shape in enumerate(shapes)]
+        # Passes that look at reshapes want to see a block around everything.
+        with T.sblock("root"):
+            T.reads([])
+            T.writes([])
+            flat = [
+                T.decl_buffer((math.prod(shape),), "float32", data=argument.data)
+                for shape, argument in zip(shapes, arguments, strict=True)
+            ]
+            body(*flat)
+    return builder.get()
+
+
+@contextmanager
+def each(shape: Sequence[int], work: int) -> Iterator[list[Position]]:
+    """A loop over an index space, on several threads when its `work` (numbers touched) is worth it: the indices."""
+    count = math.prod(shape)
+    if count == 1:
+        yield [0] * len(shape)
+        return
+    loop = T.parallel if work >= FEWEST_FOR_THREADS else T.serial
+    with loop(0, count) as flat:
+        yield [T.bind(flat // step % size) if size > 1 else 0 for step, size in unravel(shape)]
+
+
+@contextmanager
+def steps(count: int) -> Iterator[Position]:
+    """A loop on one thread: its index."""
+    if count == 1:
+        yield 0
+        return
+    with T.serial(0, count) as index:
+        yield index
+
+
+def registers(length: int) -> Any:
+    """A buffer whose every access is at a constant place, so that it lives in registers."""
+    return T.alloc_buffer((length,), "float32", scope="local")
+
+
+def scratch(length: int) -> Any:
+    """A buffer of the thread's own, in memory."""
+    return T.alloc_buffer((length,), "float32")
+
+
+def address(layout: Layout, index: Sequence[Position]) -> Position:
+    """The place in its buffer of an element of a layout."""
+    at: Position = layout.offset
+    for position, stride in zip(index, layout.strides, strict=True):
+        if stride:
+            at = at + position * stride
+    return at
+
+
+def evaluate(
+    expression: Expression,
+    buffers: Sequence[Any],
+    index: Sequence[Position],
+    lanes: int,
+    result: Value | None = None,
+    known: Mapping[Load, Value] | None = None,
+) -> Value:
+    """An expression at `lanes` neighbouring places of its index space's last axis, from `index` on.
+
+    `result` is what the kernel has computed there; `known` are loads that it has done before.
+    """
+    if isinstance(expression, Number):
+        return vectors.splat(expression.value, lanes)
+    if isinstance(expression, Result):
+        assert result is not None
+        return result
+    if isinstance(expression, Load):
+        if known and expression in known:
+            return known[expression]
+        at = address(expression.layout, index)
+        stride = expression.layout.strides[-1]
+        return vectors.name(vectors.load(buffers[expression.argument], at, lanes, stride))
+    assert isinstance(expression, Apply)
+    operands = [evaluate(operand, buffers, index, lanes, result, known) for operand in expression.operands]
+    return vectors.name(vectors.OPERATIONS[expression.operation](*operands))
+
+
+def across(vector: Value, lanes: int, combine: Callable[[Value, Value], Value]) -> Value:
+    """All lanes of a vector combined, by halves."""
+    held = registers(lanes)
+    vectors.store(held, 0, vector, lanes)
+    while lanes > 1:
+        lanes //= 2
+        halves = (vectors.load(held, 0, lanes), vectors.load(held, lanes, lanes))
+        vectors.store(held, 0, combine(*halves), lanes)
+    return vectors.name(held[0])
+
+
+def when(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Statements for either case of a condition that is known only as the kernel runs."""
+    with T.If(condition):
+        with T.Then():
+            then()
+        with T.Else():
+            otherwise()
+
+
+def prefetch(buffer: Any, at: Position) -> None:
+    """Ask for the cache line that holds an element, to be read soon and more than once."""
+    pointer = T.address_of(buffer[at])
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", pointer, 0, 2, 1))
+
+
+def along(
+    shape: Sequence[int], lanes: int, visit: Callable[[list[Position], Position, int], None], wide: int = 4
+) -> None:
+    """Visit every element of a row of `shape` by vectors: the index, the place in the row, and the lanes at once.
+
+    `wide` registers are worked on side by side, so that none waits for another; the rest goes by narrower vectors.
+    """
+    *lead, length = shape
+    full, lanes = length // (lanes * wide), lanes * wide
+
+    def line(index: list[Position], begin: Position) -> None:
+        if full:
+            with steps(full) as vector:
+                visit([*index, vector * lanes], begin + vector * lanes, lanes)
+        for at, narrower in pieces(length - full * lanes, lanes):
+            visit([*index, full * lanes + at], begin + full * lanes + at, narrower)
+
+    if math.prod(lead) == 1:
+        line([0] * len(lead), 0)
+        return
+    with steps(math.prod(lead)) as flat:
+        line([flat // step % size if size > 1 else 0 for step, size in unravel(lead)], flat * length)

@@ -1,0 +1,40 @@
+"""The rule for products: of a tensor with weights, which are packed as the model is compiled, or of two tensors."""
+
+from attnrewrite.errors import Refusal
+from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded, scaled
+from attnrewrite.targets.tvm.schedules.expression import factored
+from attnrewrite.targets.tvm.schedules.graph import is_float, shape
+from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
+from attnrewrite.targets.tvm.schedules.trace import operand, scaled_view, trace
+
+
+def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
+    traced = trace(call.graph, call.var, ("relax.matmul",))
+    if isinstance(traced, Refusal):
+        return traced
+    node = call.graph.call(traced.anchor)
+    assert node is not None
+    if not all(map(is_float, node.args)):
+        return Refusal("dtype", "multiplies what is not float32")
+    if min(len(shape(argument)) for argument in node.args) < 2:
+        return Refusal("vector", "multiplies by a vector")
+    *batch, rows, columns = shape(traced.anchor)
+    depth = shape(node.args[0])[-1]
+    left, factor, scaling = scaled_view(call.graph, node.args[0])
+    right = operand(call.graph, node.args[1])
+    second, other = factored(right.expression)
+    assembly = Assembly((*traced.covers, *scaling, *right.covers))
+    assembly.product(
+        expanded(left, (*batch, rows, depth)),
+        expanded(second, (*batch, depth, columns)),
+        depth,
+        traced.out,
+        scaled(traced.epilogue, factor * other),
+        profile,
+        shape(call.var),
+    )
+    return assembly.kernel()
+
+
+MATMUL = Rule("matmul", _apply)

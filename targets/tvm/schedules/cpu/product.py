@@ -1,0 +1,114 @@
+"""Products of matrices, with all that follows them element by element."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+
+from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, prefetch, steps, when
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile
+from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
+from attnrewrite.targets.tvm.schedules.expression import Expression, Load
+from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape
+
+TASKS = 8  # parts to share among threads, where there are few panels
+CACHE_LINE = 16  # float32
+
+
+@dataclass(frozen=True)
+class Product:
+    """out[z, m, n] = epilogue(sum_k left[z, m, k] right[z, k, n]).
+
+    `left` has any strides; `right` is packed, or a load whose columns are neighbours. `out` and the epilogue's loads
+    have the shape [outer..., rows, columns].
+    """
+
+    depth: int
+    left: Load
+    right: Load | Panels
+    out: Layout
+    epilogue: Expression
+    tile: Tile
+    name: str = "product"
+
+    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
+        return function(shapes, lambda *buffers: _Writer(self, buffers, profile).write())
+
+
+class _Writer:
+    """The statements of one product."""
+
+    def __init__(self, product: Product, buffers: Sequence[Any], profile: Profile) -> None:
+        self.product, self.buffers, self.profile = product, buffers, profile
+        *outer, self.rows, self.columns = product.out.shape
+        self.outer, self.high = tuple(outer), product.tile.rows
+        packed = isinstance(product.right, Panels)
+        self.wide = (
+            product.right.width if isinstance(product.right, Panels) else min(product.tile.columns, self.columns)
+        )
+        self.across = -(-self.columns // self.wide)
+        self.down = -(-self.rows // self.high)
+        # A panel of weights stays in the cache while all rows go by; the parts of the rows are for more threads.
+        parts = 1 if self.across * math.prod(outer) >= TASKS else min(self.down, -(-TASKS // self.across))
+        self.per_part = -(-self.down // parts)
+        self.parts = -(-self.down // self.per_part)
+        self.narrow = self.columns % self.wide if packed else 0
+
+    def write(self) -> None:
+        work = self.product.out.size * self.product.depth
+        with each((*self.outer, self.across, self.parts), work) as (*z, panel, part), steps(self.per_part) as step:
+            if isinstance(self.product.right, Panels) and self.per_part > 1:
+                self.fetch_next(z, panel, step)
+            row = vectors.name(tirx.min((part * self.per_part + step) * self.high, self.rows - self.high))
+            column = panel * self.wide
+            if not isinstance(self.product.right, Panels):
+                column = vectors.name(tirx.min(column, self.columns - self.wide))
+            tile = RegisterTile(self.high, self.wide, self.profile.lanes)
+            tile.clear()
+            tile.multiply(
+                self.product.depth,
+                lambda i, k, n: self.left((*z, row + i, k), n),
+                lambda k, begin, lanes: self.right(z, panel, k, column, begin, lanes),
+                self.profile.by_lane and self.product.left.layout.strides[-1] == 1,
+            )
+
+            # One row's code in a loop: that of all rows side by side would take the compiler a long time.
+            sums = tile.spilled()
+
+            def store(width: int) -> None:
+                with steps(self.high) as i:
+                    for begin, lanes in pieces(width, 2 * self.profile.lanes):
+                        value = vectors.load(sums, i * self.wide + begin, lanes)
+                        self.store((*z, row + i, column + begin), lanes, value)
+
+            if not self.narrow or self.across == 1:
+                store(self.narrow or self.wide)
+            else:
+                when(panel < self.across - 1, lambda: store(self.wide), lambda: store(self.narrow))
+
+    def left(self, index: Sequence[Position], lanes: int) -> Value:
+        load = self.product.left
+        return vectors.load(self.buffers[load.argument], address(load.layout, index), lanes)
+
+    def right(self, z: Sequence[Position], panel: Position, k: Position, column: Position, begin: int, n: int) -> Value:
+        right = self.product.right
+        index = (*z, panel, k, begin) if isinstance(right, Panels) else (*z, k, column + begin)
+        return vectors.load(self.buffers[right.argument], address(right.layout, index), n)
+
+    def store(self, index: Sequence[Position], lanes: int, value: Value) -> None:
+        out = self.product.out
+        value = evaluate(self.product.epilogue, self.buffers, index, lanes, value)
+        vectors.store(self.buffers[-1], address(out, index), value, lanes, out.strides[-1])
+
+    def fetch_next(self, z: Sequence[Position], panel: Position, step: Position) -> None:
+        """Ask for the next panel's share while this one is used."""
+        right = self.product.right
+        size = self.product.depth * self.wide
+        lines = -(-size // (CACHE_LINE * self.per_part))
+        begin = address(right.layout, (*z, tirx.min(panel + 1, self.across - 1), 0, 0))
+        with steps(lines) as line:
+            prefetch(self.buffers[right.argument], begin + tirx.min((step * lines + line) * CACHE_LINE, size - 1))

@@ -1,0 +1,172 @@
+"""Sums, means and extremes along axes, and pooling, which is one along the axes of a window."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from attnrewrite.errors import Refusal
+from attnrewrite.targets.tvm.schedules import graph as relax_graph
+from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, scaled
+from attnrewrite.targets.tvm.schedules.cpu.elementwise import Fill, Part
+from attnrewrite.targets.tvm.schedules.cpu.function import address, along, each, evaluate, function, registers, steps
+from attnrewrite.targets.tvm.schedules.cpu.rows import fold
+from attnrewrite.targets.tvm.schedules.cpu.vectors import OPERATIONS, Position, Value
+from attnrewrite.targets.tvm.schedules.cpu.windows import Windows, pair, sides
+from attnrewrite.targets.tvm.schedules.expression import (
+    Apply,
+    Arguments,
+    Expression,
+    Leaf,
+    loads,
+    moved,
+    ordered,
+    substituted,
+)
+from attnrewrite.targets.tvm.schedules.graph import shape
+from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
+from attnrewrite.targets.tvm.schedules.trace import operand, trace
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, unravel
+
+STARTS = {"add": 0.0, "maximum": -math.inf, "minimum": math.inf}
+KINDS = {"relax.sum": "add", "relax.mean": "add", "relax.max": "maximum", "relax.min": "minimum"}
+POOLS = {"relax.nn.max_pool2d": "maximum", "relax.nn.avg_pool2d": "add"}
+MOST_TAPS = 49  # elements of a pooling window, which are written out one after the other
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """out = epilogue(value combined along its last `rank` axes); `out` and the epilogue have the axes before those."""
+
+    rank: int
+    operation: str
+    value: Expression
+    space: Shape
+    out: Layout
+    epilogue: Expression
+    name: str = "reduce"
+
+    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
+        strides = [load.layout.strides[-1] for load in loads(self.value)]
+        reader = self._rows if 1 in strides else self._columns
+        return function(shapes, lambda *buffers: reader(buffers, profile.lanes))
+
+    def _rows(self, buffers: Sequence[Any], lanes: int) -> None:
+        """Neighbours are combined with each other: vectors run along the reduced axes."""
+        with each(self.out.shape, math.prod(self.space)) as z:
+
+            def read(index: list[Position], _: Position, count: int) -> Value:
+                return evaluate(self.value, buffers, (*z, *index), count)
+
+            start, combine = STARTS[self.operation], OPERATIONS[self.operation]
+            self._put(buffers, z, 1, fold(self.space[-self.rank :], lanes, read, start, combine))
+
+    def _columns(self, buffers: Sequence[Any], lanes: int) -> None:
+        """Neighbours go side by side: vectors run along the last axis that stays."""
+        *outer, length = self.out.shape
+        inner = self.space[-self.rank :]
+        read = moved(self.value, self._kept_last)
+        assert read is not None
+
+        with each(outer, math.prod(self.space)) as z:
+
+            def visit(index: list[Position], _: Position, count: int) -> None:
+                sums = registers(count)
+                vectors.store(sums, 0, vectors.splat(STARTS[self.operation], count), count)
+                with steps(math.prod(inner)) as flat:
+                    at = [flat // step % size if size > 1 else 0 for step, size in unravel(inner)]
+                    value = evaluate(read, buffers, (*z, *at, *index), count)
+                    combined = OPERATIONS[self.operation](vectors.load(sums, 0, count), value)
+                    vectors.store(sums, 0, combined, count)
+                self._put(buffers, (*z, *index), count, vectors.name(vectors.load(sums, 0, count)))
+
+            along((length,), lanes, visit)
+
+    def _kept_last(self, layout: Layout) -> Layout:
+        """The reduced axes before the last one that stays."""
+        rank = len(layout.shape)
+        kept = rank - self.rank - 1
+        return layout.permute((*range(kept), *range(kept + 1, rank), kept))
+
+    def _put(self, buffers: Sequence[Any], index: Sequence[Position], lanes: int, value: Value) -> None:
+        value = evaluate(self.epilogue, buffers, index, lanes, value)
+        vectors.store(buffers[-1], address(self.out, index), value, lanes, self.out.strides[-1])
+
+
+def _reduce(call: Call, profile: Profile) -> Kernel | Refusal:
+    traced = trace(call.graph, call.var, tuple(KINDS))
+    if isinstance(traced, Refusal):
+        return traced
+    node = call.graph.call(traced.anchor)
+    assert node is not None
+    space = shape(node.args[0])
+    given = node.attrs.axis
+    axes = sorted(range(len(space)) if given is None else {axis % len(space) for axis in relax_graph.integers(given)})
+    kept = [axis for axis in range(len(space)) if axis not in axes]
+    if not axes or not kept:
+        return Refusal("axes", "reduces all axes or none")
+    found = operand(call.graph, node.args[0])
+    arguments = Arguments()
+    order = (*kept, *axes)
+    value = ordered(arguments.loading(found.expression), order)
+    lengths = tuple(space[axis] for axis in order)
+
+    def without_reduced(layout: Layout) -> Layout | None:
+        return layout.reshape(lengths[: len(kept)])
+
+    out, epilogue = without_reduced(traced.out), moved(traced.epilogue, without_reduced)
+    if out is None or epilogue is None:
+        return Refusal("layout", "writes or reads beside a reduction what no strides describe")
+    if node.op.name == "relax.mean":
+        epilogue = scaled(epilogue, 1 / math.prod(space[axis] for axis in axes))
+    after = arguments.loading(epilogue)
+    assembly = Assembly((*traced.covers, *found.covers))
+    kernel = Reduce(len(axes), KINDS[node.op.name], value, lengths, out, after)
+    assembly.add(kernel, arguments.bases, shape(call.var))
+    return assembly.kernel()
+
+
+def _pool(call: Call, profile: Profile) -> Kernel | Refusal:
+    traced = trace(call.graph, call.var, tuple(POOLS))
+    if isinstance(traced, Refusal):
+        return traced
+    node = call.graph.call(traced.anchor)
+    assert node is not None
+    attributes, operation = node.attrs, POOLS[node.op.name]
+    padding = sides(attributes.padding)
+    if str(attributes.layout) != "NCHW":
+        return Refusal("layout", f"pools in the layout {attributes.layout}")
+    windows = Windows(pair(attributes.pool_size), pair(attributes.strides), pair(attributes.dilation), padding)
+    *_, height, width = out = shape(traced.anchor)
+    space = shape(node.args[0])
+    count = math.prod(windows.size)
+    if count > MOST_TAPS:
+        return Refusal("window", f"pools {count} elements at a time, more than {MOST_TAPS}")
+    past = [reach - size for reach, size in zip(windows.reach((height, width)), space[2:], strict=True)]
+    inside = not any(padding) or bool(attributes.count_include_pad)
+    if operation == "add" and (not inside or any(more > sum(padding[axis::2]) for axis, more in enumerate(past))):
+        return Refusal("padding", "means over windows of which some pass the edge, and does not count what is beyond")
+    found = operand(call.graph, node.args[0])
+    assembly = Assembly((*traced.covers, *found.covers))
+    border = -math.inf if operation == "maximum" else 0.0
+    image = windows.image(assembly, found.expression, space, (height, width), border)
+    seen = windows.over(image.layout, (height, width))
+    taps: list[Expression] = []
+    for row, column in np.ndindex(*windows.size):
+        at = seen.narrow(2, row, 1).narrow(3, column, 1)
+        taps.append(Leaf(View(image.base, Layout(out, (*at.strides[:2], *at.strides[4:]), at.offset))))
+    value = reduce(lambda one, other: Apply(operation, (one, other)), taps)
+    arguments = Arguments()
+    epilogue = scaled(traced.epilogue, 1 / count) if operation == "add" else traced.epilogue
+    filled = Fill((Part(traced.out, arguments.loading(substituted(epilogue, value))),), name="pool")
+    assembly.add(filled, arguments.bases, shape(call.var))
+    return assembly.kernel()
+
+
+REDUCTION = Rule("reduction", _reduce)
+POOL = Rule("pool", _pool)

@@ -1,0 +1,121 @@
+"""A block of sums in registers, which all products are made of: rows of one operand times columns of another.
+
+Step by step through the depth, a column of the left operand is multiplied with a row of vectors of the right one.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu.function import registers, scratch, steps
+from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
+from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
+
+LATENCY = 8  # multiply-adds that a core has in flight: fewer sums leave it waiting
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A right operand packed for tiles: [..., panels, depth, width], the last panel filled up.
+
+    `layout` says where in the argument; its first axes are those of the batch.
+    """
+
+    argument: int
+    layout: Layout
+
+    @property
+    def width(self) -> int:
+        return self.layout.shape[-1]
+
+
+def panel_shape(outer: Sequence[int], depth: int, columns: int, width: int) -> Shape:
+    return (*outer, -(-columns // width), depth, width)
+
+
+def panels(argument: int, outer: Sequence[int], depth: int, columns: int, width: int) -> Panels:
+    return Panels(argument, contiguous(panel_shape(outer, depth, columns, width)))
+
+
+class RegisterTile:
+    """`rows` x `columns` sums. The columns are vectors, with narrower ones at the end where no full one fits."""
+
+    def __init__(self, rows: int, columns: int, lanes: int) -> None:
+        self.rows, self.columns, self.lanes = rows, columns, lanes
+        self.vectors = pieces(columns, lanes)
+        self.sums = registers(rows * columns)
+
+    def value(self, row: int, begin: int, lanes: int) -> Value:
+        return vectors.load(self.sums, row * self.columns + begin, lanes)
+
+    def spilled(self) -> Any:
+        """The sums in memory: a loop over rows can read them there, where registers have no number."""
+        memory = scratch(self.rows * self.columns)
+        for row in range(self.rows):
+            for begin, lanes in self.vectors:
+                vectors.store(memory, row * self.columns + begin, self.value(row, begin, lanes), lanes)
+        return memory
+
+    def clear(self) -> None:
+        for row in range(self.rows):
+            for begin, lanes in self.vectors:
+                vectors.store(self.sums, row * self.columns + begin, vectors.splat(0.0, lanes), lanes)
+
+    def add(self, multipliers: Sequence[Value], multiplicands: Callable[[int, int], Value]) -> None:
+        """One step: `multipliers` are a number for each row, `multiplicands(begin, lanes)` a vector of the row."""
+        loaded = [vectors.name(multiplicands(begin, lanes)) for begin, lanes in self.vectors]
+        for row, multiplier in enumerate(multipliers):
+            for (begin, lanes), vector in zip(self.vectors, loaded, strict=True):
+                product = vectors.splat(multiplier, lanes) * vector
+                vectors.store(self.sums, row * self.columns + begin, self.value(row, begin, lanes) + product, lanes)
+
+    def multiply(
+        self,
+        depth: int,
+        left: Callable[[int, Position, int], Value],
+        right: Callable[[Position, int, int], Value],
+        by_lane: bool,
+    ) -> None:
+        """Add the products of all steps. `left(row, step, n)` gives n neighbouring multipliers of a row as a vector,
+        `right(step, begin, lanes)` multiplicands. `by_lane`: several steps' multipliers are loaded at once.
+        """
+        at_once = self.lanes if by_lane else 1
+        with steps(depth // at_once) as chunk:
+            self._several(at_once, chunk * at_once, left, right)
+        if depth % at_once:
+            for step in range(depth - depth % at_once, depth):
+                self._several(1, step, left, right)
+
+    def _several(
+        self,
+        count: int,
+        first: Position,
+        left: Callable[[int, Position, int], Value],
+        right: Callable[[Position, int, int], Value],
+    ) -> None:
+        if count == 1:
+            self.add([left(row, first, 1) for row in range(self.rows)], lambda *at: right(first, *at))
+            return
+        held = registers(self.rows * count)
+        for row in range(self.rows):
+            vectors.store(held, row * count, left(row, first, count), count)
+        for step in range(count):
+            multipliers = [held[row * count + step] for row in range(self.rows)]
+            self.add(multipliers, lambda *at, step=step: right(first + step, *at))  # type: ignore[misc]
+
+
+def best_tile(profile: Profile, rows: int, columns: int) -> Tile:
+    """The tile of a profile that does a product of so many rows and columns in the fewest cycles, by what limits it:
+    multiply-adds, loads, or the time until a sum is ready for the next.
+    """
+
+    def cycles(tile: Tile) -> float:
+        high, wide = min(tile.rows, rows), -(-tile.columns // profile.lanes)
+        step = max(high * wide, high + wide, LATENCY)
+        return math.ceil(rows / high) * math.ceil(columns / tile.columns) * step
+
+    best = min(profile.tiles, key=cycles)
+    return Tile(min(best.rows, rows), best.columns)

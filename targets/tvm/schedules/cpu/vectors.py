@@ -1,0 +1,175 @@
+"""Arithmetic on vectors of float32, in TIR: loads and stores, and functions that other compilers call a library for.
+
+`exp` and `erf` are within 2 units in the last place: polynomials fitted for this file (least squares, reweighted for
+the smallest largest error, coefficients rounded to float32 one after the other). What is not a number stays none: of
+`maximum(a, b)` and `minimum(a, b)` it is to be `b`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import tirx
+from tvm.tirx.script.builder import ir as T
+
+Value = Any  # a TIR expression: a scalar, or a vector of some lanes
+Position = Any  # a TIR expression of an index, or an int
+
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440054690583e-4  # the first with few enough bits for exact products
+EXP = (1.0, 1.0, 0.4999999403953552, 0.1666652113199234, 0.04166827350854874, 0.008368685841560364, 0.00138201355002)
+LEAST_NORMAL = -87.3  # below, the exponential is no normal number: 0 here
+OVERFLOW = 89.0
+ERF_NEAR = (
+    *(0.12837916612625122, -0.3761262595653534, 0.11283578723669052, -0.026853347197175026),
+    *(0.005187162198126316, -0.0007997853099368513, 7.806903158780187e-05),
+)  # erf(x) = x + x p(x^2) below 1
+ERF_FAR = (
+    *(1.128480076789856, 0.635831356048584, 0.10511629283428192),
+    *(-0.022798558697104454, 0.003186976769939065, -0.00021064704924356192),
+)  # erf(x) = 1 - exp(-x p(x)) from 1 to 3.95
+ERF_ONE = 3.95  # from here on, erf is 1 in float32
+TANH_NEAR = (
+    *(-0.3333328068256378, 0.1333141028881073, -0.05373726785182953),
+    *(0.02063172310590744, -0.005697345826774836),
+)  # tanh(x) = x + x^3 p(x^2) below 0.625
+TANH_SPLIT = 0.625
+
+
+def splat(value: Value | float, lanes: int) -> Value:
+    """A vector with the same number in every lane; a scalar where `lanes` is 1."""
+    scalar = tirx.const(value, "float32") if isinstance(value, int | float) else value
+    return scalar if lanes == 1 else tirx.Broadcast(scalar, lanes)
+
+
+def lanes_of(value: Value) -> int:
+    return int(value.ty.dtype.lanes)
+
+
+def load(buffer: Any, at: Position, lanes: int, stride: int = 1) -> Value:
+    """`lanes` numbers from `at` on, `stride` apart; the same one in every lane where `stride` is 0."""
+    if lanes == 1 or stride == 0:
+        return splat(buffer[at], lanes)
+    return tirx.BufferLoad(buffer, [tirx.Ramp(at, stride, lanes)])
+
+
+def store(buffer: Any, at: Position, value: Value, lanes: int, stride: int = 1) -> None:
+    T.buffer_store(buffer, value, [at if lanes == 1 else tirx.Ramp(at, stride, lanes)])
+
+
+def name(value: Value) -> Value:
+    """The value, computed once however often it is read."""
+    return T.bind(value)
+
+
+def select(condition: Value, one: Value, other: Value) -> Value:
+    return tirx.Select(condition, one, other)
+
+
+def polynomial(x: Value, coefficients: Sequence[float]) -> Value:
+    """sum_i coefficients[i] x^i, by Horner's rule: a chain of multiply-adds."""
+    lanes = lanes_of(x)
+    return functools.reduce(
+        lambda sum_, c: sum_ * x + splat(c, lanes), coefficients[-2::-1], splat(coefficients[-1], lanes)
+    )
+
+
+def exp(x: Value, least: float = LEAST_NORMAL) -> Value:
+    """e^x; 0 for x below `least`, as denormal numbers would slow down whatever reads them."""
+    lanes = lanes_of(x)
+    bounded = name(minimum(splat(OVERFLOW, lanes), maximum(splat(LEAST_NORMAL, lanes), x)))
+    power = name(T.floor(bounded * splat(1 / math.log(2), lanes) + splat(0.5, lanes)))
+    rest = name(bounded - power * splat(LN2_HIGH, lanes) - power * splat(LN2_LOW, lanes))
+    whole = name(T.Cast(_like("int32", lanes), power))
+    part = name(T.shift_right(whole, _integers(1, lanes)))
+    # In two factors, as 2^128 is not a number of the type.
+    result = polynomial(rest, EXP) * _power_of_two(part, lanes) * _power_of_two(whole - part, lanes)
+    return name(select(x < splat(least, lanes), splat(0.0, lanes), result))
+
+
+def erf(x: Value) -> Value:
+    lanes = lanes_of(x)
+    size = name(minimum(splat(ERF_ONE, lanes), T.abs(x)))
+    near = x + x * polynomial(name(x * x), ERF_NEAR)
+    far = splat(1.0, lanes) - exp(splat(0.0, lanes) - size * polynomial(size, ERF_FAR))
+    signed = select(x < splat(0.0, lanes), splat(0.0, lanes) - far, far)
+    return name(select(size > splat(1.0, lanes), signed, near))
+
+
+def tanh(x: Value) -> Value:
+    lanes = lanes_of(x)
+    square = name(x * x)
+    near = x + x * square * polynomial(square, TANH_NEAR)
+    two = splat(2.0, lanes)
+    far = splat(1.0, lanes) - two / (exp(x * two) + splat(1.0, lanes))
+    return name(select(T.abs(x) > splat(TANH_SPLIT, lanes), far, near))
+
+
+def sigmoid(x: Value) -> Value:
+    one = splat(1.0, lanes_of(x))
+    return one / (one + exp(splat(0.0, lanes_of(x)) - x))
+
+
+def gelu(x: Value) -> Value:
+    lanes = lanes_of(x)
+    return x * splat(0.5, lanes) * (splat(1.0, lanes) + erf(name(x * splat(math.sqrt(0.5), lanes))))
+
+
+def maximum(one: Value, other: Value) -> Value:
+    return tirx.Max(one, other)
+
+
+def minimum(one: Value, other: Value) -> Value:
+    return tirx.Min(one, other)
+
+
+def relu(x: Value) -> Value:
+    return maximum(splat(0.0, lanes_of(x)), x)
+
+
+# What expressions are made of.
+OPERATIONS: dict[str, Callable[..., Value]] = {
+    "abs": T.abs,
+    "add": lambda one, other: one + other,
+    "divide": lambda one, other: one / other,
+    "erf": erf,
+    "exp": exp,
+    "gelu": gelu,
+    "maximum": maximum,
+    "minimum": minimum,
+    "multiply": lambda one, other: one * other,
+    "negative": lambda x: splat(0.0, lanes_of(x)) - x,
+    "relu": relu,
+    "rsqrt": lambda x: splat(1.0, lanes_of(x)) / T.sqrt(x),
+    "sigmoid": sigmoid,
+    "silu": lambda x: x * sigmoid(x),
+    "sqrt": T.sqrt,
+    "square": lambda x: x * x,
+    "subtract": lambda one, other: one - other,
+    "tanh": tanh,
+}
+
+
+def pieces(length: int, lanes: int) -> list[tuple[int, int]]:
+    """`length` numbers as vectors (begin, lanes): full ones, then halves of halves for the rest."""
+    found, begin, width = [], 0, lanes
+    while begin < length:
+        while width > length - begin:
+            width //= 2
+        found.append((begin, width))
+        begin += width
+    return found
+
+
+def _like(dtype: str, lanes: int) -> str:
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def _power_of_two(exponent: Value, lanes: int) -> Value:
+    bits = T.shift_left(exponent + _integers(127, lanes), _integers(23, lanes))
+    return T.reinterpret(_like("float32", lanes), bits)
+
+
+def _integers(value: int, lanes: int) -> Value:
+    scalar = tirx.const(value, "int32")
+    return scalar if lanes == 1 else tirx.Broadcast(scalar, lanes)

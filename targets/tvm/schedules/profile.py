@@ -1,0 +1,95 @@
+"""Processors as schedules see them: how wide their vectors are, what their caches hold, which tiles keep them busy."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from attnrewrite.errors import unknown_name
+
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of results kept in registers: `rows` times `columns`."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A processor core. `lanes` are the float32 of a vector register, `registers` how many of those there are.
+
+    `by_lane`: a multiply-add takes its multiplier from any lane of a register (NEON); elsewhere it is broadcast from
+    memory. `tiles` are for products, the widest first. Caches in bytes.
+    """
+
+    name: str
+    target: Mapping[str, Any]
+    lanes: int
+    registers: int
+    by_lane: bool
+    tiles: tuple[Tile, ...]
+    l1: int
+    l2: int
+
+    @property
+    def description(self) -> str:
+        """The processor's name and what its vectors hold."""
+        name = f"{self.name} ({self.target['mcpu']})" if self.name == HOST else self.name
+        return f"{name}, {self.lanes} float32 a vector"
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.lanes, self.tiles))
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(files("attnrewrite.targets").joinpath("profiles.toml").read_text(encoding="utf-8"))
+
+
+def cores() -> tuple[str, ...]:
+    """The names of the processors that profiles.toml describes; `host` is the one we are on."""
+    return (*_tables()["cpu"], HOST)
+
+
+def profile(name: str) -> Profile:
+    """The processor `name`. InputError with the nearest name where there is none."""
+    if name == HOST:
+        return host()
+    tables = _tables()
+    if name not in tables["cpu"]:
+        raise unknown_name("processor", name, cores())
+    core = dict(tables["cpu"][name])
+    numbers = {key: core.pop(key) for key in ("l1", "l2")}
+    return _profile(name, core.pop("isa"), core, **numbers)
+
+
+def host() -> Profile:
+    """This machine's processor, as LLVM sees it: its name and the features that are on; a hypervisor may mask some."""
+    import tvm
+
+    features = tvm.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    found = {str(feature) for feature, on in features.items() if on}
+    mattr = [f"{'+' if on else '-'}{feature}" for feature, on in sorted(features.items())]
+    target = {"kind": "llvm", "mcpu": tvm.get_global_func("tvm.codegen.llvm.GetHostCPUName")(), "mattr": mattr}
+    isa = next(name for name, table in _tables()["isa"].items() if set(table["needs"]) <= found)
+    return _profile(HOST, isa, target, **_tables()["host"])
+
+
+def _profile(name: str, isa: str, target: Mapping[str, Any], l1: int, l2: int) -> Profile:
+    table = _tables()["isa"][isa]
+    return Profile(
+        name=name,
+        target=target,
+        lanes=table["lanes"],
+        registers=table["registers"],
+        by_lane=table["by_lane"],
+        tiles=tuple(Tile(rows, columns) for rows, columns in table["tiles"]),
+        l1=l1,
+        l2=l2,
+    )

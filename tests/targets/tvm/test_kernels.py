@@ -1,0 +1,334 @@
+"""Every rule of the CPU schedules against float64 numpy, over drawn shapes and sizes of values.
+
+A case is a Relax function of one operator and what follows it, scheduled, compiled and run; its reference is numpy's.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+tvm = pytest.importorskip("tvm")
+
+# ruff: noqa: E402
+from tvm import relax
+
+from attnrewrite.targets.agreement import FLOAT32
+from attnrewrite.targets.tvm.schedules.cpu import (
+    pipeline,
+    vectors,
+)
+from attnrewrite.targets.tvm.schedules.cpu.function import each, function
+from attnrewrite.targets.tvm.schedules.profile import profile
+
+DRAWN = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+HOST = profile("host")
+Shape = tuple[int, ...]
+
+
+def values(*shapes: Shape, scale: float = 1.0) -> list[np.ndarray]:
+    generator = np.random.default_rng(sum(map(sum, shapes)))
+    return [(scale * generator.standard_normal(shape)).astype(np.float32) for shape in shapes]
+
+
+def scheduled(
+    inputs: list[np.ndarray], body: Callable[..., object], weights: list[np.ndarray] | None = None
+) -> tuple[list[str], Callable[[], np.ndarray]]:
+    """The rules that took the values of `body`(inputs..., weights...), and a call of what was compiled."""
+    builder = relax.BlockBuilder()
+    parameters = [relax.Var(f"x{i}", relax.TensorType(x.shape, "float32")) for i, x in enumerate(inputs)]
+    with builder.function("main", parameters):
+        with builder.dataflow():
+            found = builder.emit(body(*parameters, *map(relax.const, weights or [])))
+            result = builder.emit_output(found)
+        builder.emit_func_output(result)
+    made = pipeline.schedule(builder.get(), HOST)
+    machine = relax.VirtualMachine(pipeline.build(made.module, HOST), tvm.cpu())
+    return [each.rule for each in made.decisions], lambda: machine["main"](*map(tvm.runtime.tensor, inputs)).numpy()
+
+
+def wide(*arrays: np.ndarray) -> list[np.ndarray]:
+    return [array.astype(np.float64) for array in arrays]
+
+
+def close(found: np.ndarray, expected: np.ndarray, scale: float | None = None) -> None:
+    """Within the tolerance of an artifact, relative to the largest value (`scale`, where terms cancel)."""
+    assert found.shape == expected.shape
+    largest = np.abs(expected).max(initial=0.0) if scale is None else scale
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32 * largest + np.finfo(np.float32).tiny)
+
+
+def erf(x: np.ndarray) -> np.ndarray:
+    return np.vectorize(math.erf)(x)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+sizes = st.integers(1, 70)
+images = st.tuples(st.integers(5, 19), st.integers(5, 19))
+scales = st.sampled_from([1e-18, 1.0, 1e15])
+
+
+@DRAWN
+@given(batch=st.integers(1, 3), rows=sizes, depth=sizes, columns=sizes, scale=scales)
+def test_product_with_weights_bias_and_residual(batch: int, rows: int, depth: int, columns: int, scale: float) -> None:
+    x, residual = values((batch, rows, depth), (batch, rows, columns), scale=scale)
+    weight, bias = values((depth, columns), (columns,))
+    rules, run = scheduled(
+        [x, residual],
+        lambda x, r, w, b: relax.op.add(r, relax.op.add(relax.op.matmul(x, w), b)),
+        [weight, bias],
+    )
+    assert rules == ["matmul"]
+    first, second, third, fourth = wide(x, weight, bias, residual)
+    close(run(), first @ second + third + fourth)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
+def test_product_with_an_activation(activation: str) -> None:
+    x, weight = values((2, 13, 24), (24, 37))
+    rules, run = scheduled([x], lambda x, w: getattr(relax.op.nn, activation)(relax.op.matmul(x, w)), [weight])
+    assert rules == ["matmul"]
+    first, second = wide(x, weight)
+    z = first @ second
+    expected = {"gelu": z * (1 + erf(z / 2**0.5)) / 2, "relu": np.maximum(z, 0), "silu": z / (1 + np.exp(-z))}
+    close(run(), expected[activation])
+
+
+@DRAWN
+@given(
+    batch=st.integers(1, 3), heads=st.integers(1, 3), rows=sizes, depth=sizes, columns=sizes, transposed=st.booleans()
+)
+def test_product_of_two_tensors(batch: int, heads: int, rows: int, depth: int, columns: int, transposed: bool) -> None:
+    right_shape = (batch, heads, columns, depth) if transposed else (batch, heads, depth, columns)
+    left, right = values((batch, heads, rows, depth), right_shape)
+    rules, run = scheduled(
+        [left, right],
+        lambda x, y: relax.op.multiply(
+            relax.op.matmul(x, relax.op.permute_dims(y, (0, 1, 3, 2)) if transposed else y), relax.const(0.3)
+        ),
+    )
+    assert set(rules) == {"matmul"}
+    first, second = wide(left, right)
+    close(run(), first @ (second.swapaxes(2, 3) if transposed else second) * np.float64(np.float32(0.3)))
+
+
+@DRAWN
+@given(
+    batch=st.integers(1, 2), heads=st.integers(1, 3), queries=sizes, keys=st.integers(1, 1300), 
+    channels=st.integers(1, 40), masked=st.booleans(), scale=st.sampled_from([1e-6, 1.0, 30.0]),
+)  # fmt: skip
+def test_attention_in_one_kernel(
+    batch: int, heads: int, queries: int, keys: int, channels: int, masked: bool, scale: float
+) -> None:
+    q, k, v = values((batch, heads, queries, channels), *2 * ((batch, heads, keys, channels),), scale=scale)
+    mask = np.where(np.arange(keys) % 3 == 1, -np.inf, 0).astype(np.float32) if masked else np.zeros(keys, np.float32)
+
+    def attention(q: object, k: object, v: object, mask: object) -> object:
+        scores = relax.op.matmul(relax.op.multiply(q, relax.const(0.7)), relax.op.permute_dims(k, (0, 1, 3, 2)))
+        mixed = relax.op.matmul(relax.op.nn.softmax(relax.op.add(scores, mask)), v)
+        return relax.op.reshape(relax.op.permute_dims(mixed, (0, 2, 1, 3)), (batch, queries, heads * channels))
+
+    rules, run = scheduled([q, k, v], attention, [mask])
+    assert rules == ["attention"]
+    first, second, third = wide(q, k, v)
+    scores = np.float64(np.float32(0.7)) * first @ second.swapaxes(2, 3) + mask
+    mixed = softmax(scores) @ third
+    # The scores' own rounding moves every probability by as much.
+    rounding = 1 + np.abs(np.where(np.isfinite(scores), scores, 0)).max()
+    close(run(), mixed.swapaxes(1, 2).reshape(batch, queries, -1), np.abs(third).max() * rounding)
+
+
+@DRAWN
+@given(
+    rows=sizes, channels=st.integers(1, 130), offset=st.sampled_from([0.0, 50.0]), scale=st.sampled_from([1e-9, 1, 1e9])
+)
+def test_layer_norm(rows: int, channels: int, offset: float, scale: float) -> None:
+    (x,) = values((2, rows, channels))
+    x = ((x + np.float32(offset)) * np.float32(scale)).astype(np.float32)
+    gamma, beta = values((channels,), (channels,))
+    rules, run = scheduled([x], lambda x, g, b: relax.op.nn.layer_norm(x, g, b, axes=[-1], epsilon=1e-5), [gamma, beta])
+    assert rules == ["normalise"]
+    (z,) = wide(x)
+    centred = z - z.mean(-1, keepdims=True)
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * gamma + beta
+    # The mean is rounded in the units of x: what is left of x beside it is as much less exact.
+    close(run(), expected, np.abs(expected).max() * (1 + offset))
+
+
+@DRAWN
+@given(rows=sizes, channels=st.integers(1, 130), scale=scales)
+def test_rms_norm(rows: int, channels: int, scale: float) -> None:
+    (x,), (gamma,) = values((rows, channels), scale=scale), values((channels,))
+    rules, run = scheduled([x], lambda x, g: relax.op.nn.rms_norm(x, g, axes=[-1], epsilon=1e-6), [gamma])
+    assert rules == ["normalise"]
+    (z,) = wide(x)
+    close(run(), z / np.sqrt((z**2).mean(-1, keepdims=True) + 1e-6) * gamma)
+
+
+@DRAWN
+@given(
+    shape=st.tuples(st.integers(1, 4), sizes, sizes),
+    axis=st.sampled_from([-1, 1]),
+    scale=st.sampled_from([1e-20, 1, 1e4]),
+)
+def test_softmax(shape: Shape, axis: int, scale: float) -> None:
+    (x,) = values(shape, scale=scale)
+    rules, run = scheduled([x], lambda x: relax.op.nn.softmax(x, axis))
+    assert rules == ["softmax"]
+    close(run(), np.moveaxis(softmax(np.moveaxis(*wide(x), axis, -1)), -1, axis))
+
+
+@DRAWN
+@given(
+    shape=st.tuples(*4 * [st.integers(1, 9)]), axes=st.sets(st.integers(0, 3), min_size=1, max_size=3),
+    kind=st.sampled_from(["sum", "mean", "max", "min"]), keep=st.booleans(),
+)  # fmt: skip
+def test_reductions(shape: Shape, axes: set[int], kind: str, keep: bool) -> None:
+    (x,) = values(shape)
+    rules, run = scheduled([x], lambda x: getattr(relax.op, kind)(relax.op.abs(x), sorted(axes), keep))
+    assert rules == ["reduction"]
+    close(run(), getattr(np, kind)(np.abs(*wide(x)), tuple(axes), keepdims=keep))
+
+
+@DRAWN
+@given(
+    batch=st.integers(1, 2), channels=st.sampled_from([(3, 8), (4, 4), (8, 12)]), size=images,
+    window=st.sampled_from([1, 2, 3, 5]), stride=st.integers(1, 3), padding=st.integers(0, 2),
+    groups=st.sampled_from(["one", "all", "two"]), dilation=st.integers(1, 2),
+)  # fmt: skip
+def test_convolutions(
+    batch: int,
+    channels: tuple[int, int],
+    size: Shape,
+    window: int,
+    stride: int,
+    padding: int,
+    groups: str,
+    dilation: int,
+) -> None:
+    import torch
+
+    inner, outer = channels
+    count = {"one": 1, "all": inner, "two": 2 if inner % 2 == outer % 2 == 0 else 1}[groups]
+    outer = outer - outer % count or count
+    if (window - 1) * dilation + 1 > min(size) + 2 * padding:
+        return
+    (x,), (weight, bias) = values((batch, inner, *size)), values((outer, inner // count, window, window), (outer, 1, 1))
+    options = {"strides": stride, "padding": padding, "dilation": dilation, "groups": count}
+    rules, run = scheduled(
+        [x], lambda x, w, b: relax.op.nn.relu(relax.op.add(relax.op.nn.conv2d(x, w, **options), b)), [weight, bias]
+    )
+    assert rules == ["convolution"]
+    first, second, third = (torch.from_numpy(array) for array in wide(x, weight, bias))
+    expected = torch.conv2d(first, second, third.flatten(), stride, padding, dilation, count).relu()
+    close(run(), expected.numpy())
+
+
+@DRAWN
+@given(batch=st.integers(1, 2), grid=st.tuples(st.integers(1, 9), st.integers(1, 9)), patch=st.sampled_from([2, 4, 7]))
+def test_patches_become_tokens(batch: int, grid: Shape, patch: int) -> None:
+    rows, columns = grid
+    (x,) = values((batch, 3, rows * patch, columns * patch))
+    weight, bias = values((20, 3, patch, patch), (20, 1, 1))
+
+    def tokens(x: object, w: object, b: object) -> object:
+        image = relax.op.add(relax.op.nn.conv2d(x, w, strides=patch), b)
+        return relax.op.permute_dims(relax.op.reshape(image, (batch, 20, rows * columns)), (0, 2, 1))
+
+    rules, run = scheduled([x], tokens, [weight, bias])
+    assert rules == ["convolution"]
+    windows = wide(x)[0].reshape(batch, 3, rows, patch, columns, patch).transpose(0, 2, 4, 1, 3, 5)
+    expected = np.tensordot(windows, weight.astype(np.float64), ((3, 4, 5), (1, 2, 3))) + bias.reshape(-1)
+    close(run(), expected.reshape(batch, rows * columns, 20))
+
+
+@DRAWN
+@given(
+    size=st.tuples(st.integers(6, 20), st.integers(6, 20)), window=st.integers(2, 3), stride=st.integers(1, 2),
+    padding=st.integers(0, 1), kind=st.sampled_from(["max", "avg"]),
+)  # fmt: skip
+def test_pooling(size: Shape, window: int, stride: int, padding: int, kind: str) -> None:
+    import torch
+
+    (x,) = values((2, 3, *size))
+    options = {"count_include_pad": True} if kind == "avg" else {}
+    pool = getattr(relax.op.nn, f"{kind}_pool2d")
+    rules, run = scheduled([x], lambda x: pool(x, (window, window), (stride, stride), (padding,) * 4, **options))
+    assert rules == ["pool"]
+    reference = getattr(torch.nn.functional, f"{kind}_pool2d")
+    close(run(), reference(torch.from_numpy(*wide(x)), window, stride, padding).numpy())
+
+
+@DRAWN
+@given(shape=st.tuples(*4 * [st.integers(1, 20)]), order=st.permutations(range(4)), scale=scales)
+def test_arithmetic_on_moved_tensors(shape: Shape, order: list[int], scale: float) -> None:
+    moved = tuple(shape[axis] for axis in order)
+    x, y = values(shape, moved, scale=scale)
+    (row,) = values((moved[-1],), scale=scale)
+    rules, run = scheduled(
+        [x, y], lambda x, y, r: relax.op.maximum(relax.op.add(relax.op.permute_dims(x, order), y), r), [row]
+    )
+    assert rules == ["elementwise"]
+    first, second, third = wide(x, y, row)
+    close(run(), np.maximum(first.transpose(order) + second, third))
+
+
+@DRAWN
+@given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=3), axis=st.integers(0, 2))
+def test_concatenation(lengths: list[int], axis: int) -> None:
+    shapes = [tuple(length if each == axis else 5 for each in range(3)) for length in lengths]
+    arrays = values(*shapes)
+    rules, run = scheduled(arrays, lambda *x: relax.op.concat([relax.op.negative(x[0]), *x[1:]], axis))
+    assert rules == ["concat"]
+    np.testing.assert_array_equal(run(), np.concatenate([-arrays[0], *arrays[1:]], axis))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (16,), (4099,)])
+def test_batch_norm_and_other_arithmetic_with_constants_is_elementwise(shape: Shape) -> None:
+    (x,) = values((1, *shape))
+    names = ("gamma", "beta", "mean", "variance")
+    parameters = dict(zip(names, values(*4 * [shape[:1]]), strict=True))
+    parameters["variance"] = np.abs(parameters["variance"]) + np.float32(0.1)
+    builder = [*parameters.values()]
+    rules, run = scheduled(
+        [x], lambda x, *p: relax.TupleGetItem(relax.op.nn.batch_norm(x, *p, 1, training=False), 0), builder
+    )
+    assert rules == ["elementwise"]
+    gamma, beta, mean, variance = (each.reshape(-1, *[1] * (len(shape) - 1)) for each in wide(*parameters.values()))
+    close(run(), (wide(x)[0] - mean) / np.sqrt(variance + 1e-5) * gamma + beta)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"), [("exp", -87.3, 88.7), ("exp", -2, 2), ("erf", -5, 5), ("erf", -1e-3, 1e-3)]
+)
+@pytest.mark.parametrize("lanes", [1, 4, 16])
+def test_exp_and_erf_are_within_two_units_in_the_last_place(name: str, low: float, high: float, lanes: int) -> None:
+    x = np.linspace(low, high, 1 << 14).astype(np.float32)
+
+    def body(read: object, written: object) -> None:
+        with each((x.size // lanes,), 0) as (index,):
+            value = vectors.OPERATIONS[name](vectors.name(vectors.load(read, index * lanes, lanes)))
+            vectors.store(written, index * lanes, value, lanes)
+
+    kernel = function([x.shape, x.shape], body).with_attr("global_symbol", "main")
+    run = tvm.compile(tvm.IRModule({"main": kernel}), target=tvm.target.Target(dict(HOST.target)))["main"]
+    found = tvm.runtime.tensor(np.zeros_like(x))
+    run(tvm.runtime.tensor(x), found)
+    expected = {"exp": np.exp, "erf": erf}[name](x.astype(np.float64))
+    units = np.spacing(np.abs(expected).astype(np.float32)).astype(np.float64)
+    assert np.abs((found.numpy() - expected) / units).max() <= 2
+
+
+def test_what_is_not_a_number_stays_none() -> None:
+    x = np.array([[np.nan, 1, -1, np.inf]], np.float32)
+    for operator in ("relu", "gelu", "silu"):
+        _, run = scheduled([x], lambda x, operator=operator: getattr(relax.op.nn, operator)(x))
+        assert np.isnan(run()[0]).tolist()[:3] == [True, False, False]
