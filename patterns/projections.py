@@ -70,7 +70,7 @@ def _from_map(
             return Untraced("several-sources", "its BatchNorm reads several tensors, or padding")
         channel, _ = coordinates(graph, before)
         if (np.moveaxis(channel, 1, -1) != np.arange(channel.shape[1])).any():
-            return Untraced("normed-otherwise", "its BatchNorm normalises other channels than those it projects to")
+            return Untraced("mixed-channels", "its BatchNorm normalises other channels than those it projects to")
         normalization = Normalization(**{part: operation.attributes[part] for part in _BATCH_NORM})  # type: ignore[arg-type]
         index = np.where(index == FILL, FILL, before.index.reshape(-1)[index])
         source, operation = before.source, graph.operation(before.source)

@@ -158,10 +158,6 @@ FROM_FX: dict[str, Case] = {
         lambda: separate() | {"other": nn.Linear(WIDTH, WIDTH)},
         lambda m, x: attend(heads(torch.cat([m.q(x[:, :6]), m.other(x[:, 6:])], 1)), heads(m.k(x)), heads(m.v(x))),
     ),
-    "normed-otherwise": fx(
-        lambda: separate() | {"norm": nn.BatchNorm1d(TOKENS)},
-        lambda m, x: attend(heads(m.norm(m.q(x))), heads(m.k(x)), heads(m.norm(m.v(x)))),
-    ),
     "no-projection": fx(separate, lambda m, x: attend(heads(x), heads(m.k(x)), heads(m.v(x)))),
     "mixed-channels": fx(separate, skewed),
     "mixed-tokens": fx(separate, shifted),
