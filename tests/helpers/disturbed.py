@@ -50,6 +50,7 @@ class Disturbed(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("count", torch.zeros(()))
         self.extra: list[Tensor] = []
+        self.seen: dict[str, Tensor] = {}  # the attention's own probabilities and values, of the last call
 
     def forward(self, x: Tensor, first: Tensor | None = None, second: Tensor | None = None) -> Tensor:
         recipe, self.extra = self.recipe, []
@@ -96,6 +97,7 @@ class Disturbed(nn.Module):
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         recipe, scale = self.recipe, DIM**-0.5
         if recipe.product == "sdpa":
+            self.seen = {"value": value} | self.told_by_hand(query, key)
             return F.scaled_dot_product_attention(query, key, value, attn_mask=self.joined(query, key))
         query = query * scale if recipe.scaling == "before" else query
         if recipe.product == "einsum":
@@ -110,10 +112,21 @@ class Disturbed(nn.Module):
         mask = self.joined(query, key)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        probabilities = self.disturbed("probabilities", self.disturbed("scores", scores).softmax(-1))
+        probabilities = self.disturbed("scores", scores).softmax(-1)
+        self.seen = {"value": value, "probabilities": probabilities}
+        probabilities = self.disturbed("probabilities", probabilities)
         if recipe.product == "einsum":
             return torch.einsum("bhnm,bhmd->bhnd", probabilities, value)
         return torch.bmm(probabilities, value) if recipe.product == "bmm" else probabilities @ value
+
+    def told_by_hand(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
+        """The probabilities inside fused attention, which nothing of the model reads."""
+        if torch.compiler.is_exporting():
+            return {}
+        scores, mask = query @ key.transpose(-2, -1) * DIM**-0.5, self.joined(query, key)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        return {"probabilities": scores.softmax(-1)}
 
     def joined(self, query: Tensor, key: Tensor) -> Tensor | None:
         """The mask input as it meets the scores: of keys [B, M], of queries and keys [B, N, M], float or bool."""
