@@ -16,6 +16,19 @@ from attnrewrite.passes.verify import HALF_STEPS, known_error, outputs
 GRAPH_TOLERANCE = 1e-4  # the graph's operations are the model's own, but for the order of the sums in an einsum
 
 
+@torch.no_grad()
+def require_lasting_buffers(name: str, model: nn.Module, example: Sequence[Tensor]) -> None:
+    """Raise InputError where the model writes to its own buffers as it runs: its answer follows what it was asked."""
+    before = {buffer: tensor._version for buffer, tensor in model.named_buffers()}
+    model(*example)
+    changed = [buffer for buffer, tensor in model.named_buffers() if tensor._version != before.get(buffer)]
+    if changed:
+        raise InputError(
+            f"{name} changes its own buffer {changed[0]} as it runs, so that one input has many answers: "
+            "take the update out of forward"
+        )
+
+
 @dataclass(frozen=True)
 class Agreement:
     """How far a graph is from its model at most, the draws that both took, and why the model took no others."""
@@ -40,11 +53,10 @@ def agreement(name: str, model: nn.Module, graph: GraphModule, draws: Sequence[D
     """Whether `graph`, captured from `model`, gives the model's outputs on each of `draws` that the model takes.
 
     Raises:
-        InputError: the model draws random numbers or changes its own buffers as it runs, or takes none of the draws.
+        InputError: the model draws random numbers as it runs, or takes none of the draws.
         CheckFailedError: the outputs differ by more than GRAPH_TOLERANCE (in half precision, HALF_STEPS of its
             rounding, twice): what ran on the example was frozen.
     """
-    before = _versions(graph)
     taken, refused, most = [], {}, 0.0
     for draw in draws:
         try:
@@ -55,11 +67,6 @@ def agreement(name: str, model: nn.Module, graph: GraphModule, draws: Sequence[D
         taken.append(draw)
         difference = _difference(graph, draw, wanted)
         allowed = max(GRAPH_TOLERANCE, *(2 * HALF_STEPS * _rounding(each) for each in wanted), 0.0)
-        if changed := [buffer for buffer, version in _versions(graph).items() if version != before[buffer]]:
-            raise InputError(
-                f"{name} changes its own buffer {changed[0]} as it runs, so that one input has many answers: "
-                "take the update out of forward"
-            )
         if not difference <= allowed:
             _require_repeatable(name, graph, draw)
             raise CheckFailedError(
@@ -115,8 +122,3 @@ def _draws_numbers(node: Node) -> bool:
     named = {known.name: given for known, given in zip(target._schema.arguments, node.args, strict=False)}
     # attention is tagged for its dropout, of which there may be none
     return bool((named | node.kwargs).get("dropout_p", 0.0 if "attention" in str(target) else 1.0))
-
-
-def _versions(graph: GraphModule) -> dict[str, int]:
-    """How often each buffer was written to."""
-    return {name: buffer._version for name, buffer in graph.named_buffers()}

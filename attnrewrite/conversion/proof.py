@@ -12,7 +12,7 @@ from attnrewrite.errors import CheckFailedError
 from attnrewrite.frontends.sources import Source
 from attnrewrite.passes.draws import Draw, drawn
 from attnrewrite.passes.fx.rewrite import FxRewrite
-from attnrewrite.passes.original import agreement, require_numbers
+from attnrewrite.passes.original import agreement, require_lasting_buffers, require_numbers
 from attnrewrite.passes.verify import SiteError, rewriting_error, site_errors
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned
@@ -36,13 +36,14 @@ class Proof:
 
 
 def require_sound(source: Source) -> None:
-    """Raise InputError where the weights or the example of `source` hold NaN."""
+    """Raise InputError where the weights or the example of `source` hold NaN, or running it changes it."""
     tensors: dict[str, Tensor] = {}
     if source.model is not None:
         tensors = {**dict(source.model.named_parameters()), **dict(source.model.named_buffers())}
     elif source.program is not None:
         tensors = dict(source.program.state_dict)
     require_numbers(source.name, tensors, source.example_inputs)
+    require_lasting_buffers(source.name, _runnable(source), source.example_inputs)
 
 
 def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSite], keep_bad: bool = False) -> Proof:
