@@ -19,7 +19,7 @@ from attnrewrite.request import Execution
 @dataclass(frozen=True)
 class StageInput:
     """What a stage works on: the original, which distances are measured to; the teacher, the same with softmax
-    re-emitted at the sites, which has the sites' activations; the student; the images that are fitted to, and those held
+    re-emitted at the sites, which has their activations; the student; the images that are fitted to, and those held
     out, which only measure and choose what is kept; how the work is run, and by which processes.
     """
 
