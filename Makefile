@@ -1,5 +1,5 @@
 # Everything runs in the project's own .venv; what is up to date is not made again.
-#   make demo | test | bench | lint | venv | clean
+#   make demo | test | fuzz | bench | lint | venv | clean
 PYTHON ?= python3
 # The release that the compilers below it were tried with. A CPU-only wheel saves a large download on Linux:
 #   make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -14,7 +14,7 @@ DIGITS := --input-size 1x64x64 --mean 0.5 --std 0.5
 BUILDABLE = $(shell $(BIN)/attnrewrite targets --json | $(BIN)/python -c 'import json, sys; \
 	print(*[t["name"] for t in json.load(sys.stdin)["targets"] if t["build"] is True])')
 
-.PHONY: demo test bench lint venv clean
+.PHONY: demo test fuzz bench lint venv clean
 
 demo: venv
 	$(BIN)/python examples/digits.py --out $(DEMO)/digits
@@ -31,6 +31,12 @@ demo: venv
 
 test: venv
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# Ten thousand attentions that nobody wrote, each disturbed somewhere; another SEED draws others.
+SEED ?= 1
+fuzz: venv
+	ulimit -v 16000000; ATTNREWRITE_FUZZ=$(SEED) timeout 8h $(BIN)/python -m pytest -n $(JOBS) \
+		tests/patterns/test_disturbed.py -k drawn
 
 bench: venv
 	$(BIN)/python examples/train_digits_vit.py --check

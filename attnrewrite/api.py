@@ -79,6 +79,7 @@ def convert(
     samples: int = 1000,
     steps: int = 0,
     keep: Sequence[str] = (),
+    keep_bad: bool = False,
     seed: int = 0,
     threads: int | None = None,
     state: str | Path | None = None,
@@ -96,6 +97,7 @@ def convert(
             auto measures by them); None: weights are copied only.
         samples: how many of them to use. steps: of distillation after the closed-form fit.
         keep: ids or names of sites that stay as they are, or patterns of them ("decoder.*").
+        keep_bad: leave a site whose check fails as it is, and say so in the report, instead of stopping.
         state: a folder for what an interrupted distillation needs to go on from where it was, to the same weights.
         how: checkpoint, input_size, mean, std, as `load_source` takes them.
 
@@ -108,7 +110,7 @@ def convert(
     request = Calibration(calibration, samples, steps)
     execution = Execution(seed, threads, progress, None if state is None else Path(state))
     chosen = requested(variant, options, budget, calibrated=calibration is not None)
-    return convert_source(_load(source, example_inputs, **how), chosen, request, execution, keep)
+    return convert_source(_load(source, example_inputs, **how), chosen, request, execution, keep, keep_bad)
 
 
 def evaluate(

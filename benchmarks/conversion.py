@@ -78,12 +78,12 @@ class Bench:
         images = self.calibration.sample(self.samples, seed)
         pool = Pool(images, self.source.preprocessing, self.source.input_size, self.captured.fixed_batch or 64)
         teacher = self.student(get_variant("softmax"))
-        return StageInput(teacher, self.student(variant), *split(pool), Execution(seed))
+        return StageInput(self.captured.module, teacher, self.student(variant), *split(pool), Execution(seed))
 
     @cached_property
     def wanted(self) -> Tensor:
         """The original's logits on the test images."""
-        return self.answers(self.student(get_variant("softmax")))
+        return self.answers(self.captured.module)
 
     def answers(self, model: GraphModule) -> Tensor:
         size = self.captured.fixed_batch or 128

@@ -1,23 +1,25 @@
 """What conversion proves before it hands anything out: extraction, arithmetic and export, each against a reference."""
 
-import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter
-from torch.utils._pytree import tree_map
+from torch.fx import GraphModule
 
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.passes.copying import quiet_copying
+from attnrewrite.passes.draws import Draw
 from attnrewrite.passes.site_module import SiteModule, written_value
-from attnrewrite.site import Scan
+from attnrewrite.passes.wide import Wide, wide_copy, widened
+from attnrewrite.site import AttentionSite, Scan
 
 IDENTITY_TOLERANCE = 1e-5  # float32 rounding of re-associated sums, relative to the largest element
 FLOAT64_TOLERANCE = 1e-3  # what float32 may lose against the same form in float64
 EXPORT_TOLERANCE = 1e-5
+REWRITING_TOLERANCE = 1e-4  # each site's weights are rounded once as they are carried over, and layers add that up
 HALF_STEPS = 8  # roundings of half precision that a site's projections and form may add up to
 HALF = (torch.float16, torch.bfloat16)
 
@@ -34,21 +36,6 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 def rewritten_sites(module: nn.Module) -> dict[str, SiteModule]:
     """The rewritten sites of a module, by site id, in graph order."""
     return {m.site_id: m for m in module.modules() if isinstance(m, SiteModule)}
-
-
-class _Recorder(Interpreter):
-    """Runs a graph and keeps the values that are asked for."""
-
-    def __init__(self, module: GraphModule, names: set[str]) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.names = names
-        self.kept: dict[str, Tensor] = {}
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.name in self.names:
-            self.kept[n.name] = result
-        return result
 
 
 @contextmanager
@@ -68,60 +55,109 @@ def recorded(module: nn.Module) -> Iterator[dict[str, tuple[tuple[Tensor, ...], 
             hook.remove()
 
 
-@torch.no_grad()
-def identity_errors(
-    original: GraphModule, identity: GraphModule, scan: Scan, inputs: tuple[Tensor, ...]
-) -> dict[str, float]:
-    """For each rewritten site, how far softmax re-emitted from the extracted weights is from the original's value.
+def known_error(found: Tensor, wanted: Tensor) -> float:
+    """`relative_error` where `wanted` is finite: what the original itself has no answer for says nothing."""
+    if found.shape != wanted.shape:
+        return math.inf
+    known = wanted.isfinite()
+    return relative_error(found[known], wanted[known])
 
-    Each site is given the original's own inputs, so that one site's error does not hide or feed another's. What is
-    computed in half precision is compared in float32: its own rounding would hide a wrong bias or scale.
+
+@dataclass(frozen=True)
+class SiteError:
+    """How far a site's re-emitted softmax is from the original's value at most, on which draw, and what that means;
+    `fault` is None where it is no further than IDENTITY_TOLERANCE on any.
+    """
+
+    error: float
+    draw: str
+    fault: str | None = None
+
+
+def identity_errors(
+    original: GraphModule, identity: GraphModule, scan: Scan, draws: Sequence[Draw]
+) -> dict[str, float]:
+    """The largest error of each site on any of `draws`.
 
     Raises:
         CheckFailedError: a site is off by more than IDENTITY_TOLERANCE: the extraction is wrong.
     """
-    if _in_half(original):
-        original, identity, inputs = _widened(original), _widened(identity), _wide(inputs)
+    found = site_errors(original, identity, scan, draws)
+    for each in found.values():
+        if each.fault is not None:
+            raise CheckFailedError(each.fault)
+    return {site: each.error for site, each in found.items()}
+
+
+@torch.no_grad()
+def site_errors(
+    original: GraphModule, identity: GraphModule, scan: Scan, draws: Sequence[Draw]
+) -> dict[str, SiteError]:
+    """For each rewritten site, how far softmax re-emitted from the extracted weights is from the original's value.
+
+    Each site is given the original's own inputs, so that one site's error does not hide or feed another's. All is
+    computed in float64: rounding would hide a wrong bias or scale, and large scores would look like one. The first of
+    `draws` is the example; where the original answers NaN, as it does where a mask leaves no key, nothing is compared.
+    """
     sites = rewritten_sites(identity)
-    wanted = {site.id: written_value(site) for site in scan.sites if site.id in sites}
-    read = {value for site in sites.values() for value in site.values}
-    recorder = _Recorder(original, {*wanted.values(), *read})
-    recorder.run(*inputs)
-    errors = {}
-    for site in scan.sites:
-        if site.id not in sites:
-            continue
-        module = sites[site.id]
-        found = module(*(recorder.kept[value] for value in module.values))
-        errors[site.id] = relative_error(found, recorder.kept[wanted[site.id]])
-        if not errors[site.id] <= IDENTITY_TOLERANCE:
-            raise CheckFailedError(
-                f"{site.id} ({site.name}): softmax re-emitted from the extracted weights differs from the original by "
-                f"{errors[site.id]:.2e} (allowed {IDENTITY_TOLERANCE:.0e}): the extraction is wrong there; "
-                f"keep the site with --keep {site.id}"
-            )
-    return errors
+    asked = [site for site in scan.sites if site.id in sites]
+    values = {value for site in sites.values() for value in site.values} | {written_value(site) for site in asked}
+    recorder = Wide(original, values)
+    errors: dict[str, list[float | None]] = {site.id: [] for site in asked}
+    for draw in draws:
+        recorder.run(*draw.inputs)
+        for site in asked:
+            errors[site.id].append(_site_error(sites[site.id], recorder.kept, recorder.kept[written_value(site)]))
+    return {site.id: _judged(site, errors[site.id], [draw.name for draw in draws]) for site in asked}
 
 
-def _in_half(module: GraphModule) -> bool:
-    values = (node.meta.get("val") for node in module.graph.nodes)
-    return any(isinstance(value, Tensor) and value.dtype in HALF for value in values)
+def _site_error(site: SiteModule, values: Mapping[str, Tensor], wanted: Tensor) -> float | None:
+    """None where the original has no finite value at all to compare with."""
+    if not bool(wanted.isfinite().any()):
+        return None
+    given = (values[value] for value in site.values)
+    try:
+        return known_error(wide_copy(site)(*given), wanted)
+    except RuntimeError:  # the site does not take the sizes that it has on this draw
+        return math.inf
 
 
-def _wide(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(tensor.float() if tensor.dtype in HALF else tensor for tensor in inputs)
+def _judged(site: AttentionSite, errors: Sequence[float | None], draws: Sequence[str]) -> SiteError:
+    told = f"{site.id} ({site.name}): softmax re-emitted from the extracted weights"
+    way_out = f"keep the site with --keep {site.id}, or all such sites with --keep-bad"
+    known = {draw: error for draw, error in zip(draws, errors, strict=True) if error is not None}
+    if not known or (len(draws) > 1 and not set(known) - {draws[0]}):
+        return SiteError(
+            math.inf, draws[0], f"{told} cannot be checked: the model answers NaN on every input drawn; {way_out}"
+        )
+    worst = max(known, key=known.__getitem__)
+    if known[worst] <= IDENTITY_TOLERANCE:
+        return SiteError(known[worst], worst)
+    hidden = worst != draws[0] and known.get(draws[0], math.inf) <= IDENTITY_TOLERANCE
+    why = "the example hides it, as a mask that drops nothing or a blank picture does: " if hidden else ""
+    fault = (
+        f"{told} differs from the original by {known[worst]:.2e} (allowed {IDENTITY_TOLERANCE:.0e}) on {worst}: {why}"
+        "something between projections and output was read otherwise than it runs, and the extraction is wrong there; "
+        f"{way_out}"
+    )
+    return SiteError(known[worst], worst, fault)
 
 
-def _widened(module: GraphModule) -> GraphModule:
-    """A copy that computes in float32 what `module` computes in half precision."""
-    with quiet_copying():
-        wide = copy.deepcopy(module)
-    wide._apply(lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
-    for node in wide.graph.nodes:
-        given = node.args, node.kwargs
-        node.args, node.kwargs = tree_map(lambda leaf: torch.float32 if leaf in HALF else leaf, given)
-    wide.recompile()
-    return wide
+@torch.no_grad()
+def rewriting_error(original: GraphModule, identity: GraphModule, draw: Draw) -> float:
+    """How far the whole model is from the original once every site is softmax re-emitted, in float64.
+
+    Raises:
+        CheckFailedError: by more than REWRITING_TOLERANCE, although each site alone is right.
+    """
+    pairs = zip(outputs(Wide(identity).run(*draw.inputs)), outputs(Wide(original).run(*draw.inputs)), strict=True)
+    error = max((known_error(found, wanted) for found, wanted in pairs), default=0.0)
+    if not error <= REWRITING_TOLERANCE:
+        raise CheckFailedError(
+            f"with softmax re-emitted at every site the model differs from the original by {error:.2e} (allowed "
+            f"{REWRITING_TOLERANCE:.0e}) on {draw.name}, although each site alone agrees; nothing was written"
+        )
+    return error
 
 
 @torch.no_grad()
@@ -137,7 +173,7 @@ def float64_errors(student: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, 
     errors = {}
     for site_id, site in rewritten_sites(student).items():
         given, output = calls[site_id]
-        wanted = copy.deepcopy(site).double()(*(t.double() if t.is_floating_point() else t for t in given))
+        wanted = wide_copy(site)(*map(widened, given))
         errors[site_id] = relative_error(output, wanted)
         allowed = max(FLOAT64_TOLERANCE, HALF_STEPS * torch.finfo(output.dtype).eps)
         if not errors[site_id] <= allowed:
@@ -150,14 +186,13 @@ def float64_errors(student: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, 
 
 @torch.no_grad()
 def export_error(exported: GraphModule, module: GraphModule, inputs: tuple[Tensor, ...]) -> float:
-    """How far the exported program is from the module; in float32, where they compute in half precision.
+    """How far the exported program is from the module; in float64, where they compute in half precision.
 
     Raises:
         CheckFailedError: by more than EXPORT_TOLERANCE.
     """
-    if _in_half(module):
-        exported, module, inputs = _widened(exported), _widened(module), _wide(inputs)
-    pairs = zip(outputs(exported(*inputs)), outputs(module(*inputs)), strict=True)
+    run = [Wide(each).run if _in_half(module) else each for each in (exported, module)]
+    pairs = zip(*(outputs(each(*inputs)) for each in run), strict=True)
     error = max(relative_error(found, wanted) for found, wanted in pairs)
     if not error <= EXPORT_TOLERANCE:
         raise CheckFailedError(
@@ -165,6 +200,11 @@ def export_error(exported: GraphModule, module: GraphModule, inputs: tuple[Tenso
             "nothing was written"
         )
     return error
+
+
+def _in_half(module: GraphModule) -> bool:
+    values = (node.meta.get("val") for node in module.graph.nodes)
+    return any(isinstance(value, Tensor) and value.dtype in HALF for value in values)
 
 
 def outputs(result: Any) -> list[Tensor]:

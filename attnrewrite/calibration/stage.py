@@ -18,10 +18,12 @@ from attnrewrite.request import Execution
 
 @dataclass(frozen=True)
 class StageInput:
-    """What a stage works on: teacher and student, the images that are fitted to, and those held out, which only measure
-    and choose what is kept; how the work is run, and by which processes.
+    """What a stage works on: the original, which distances are measured to; the teacher, the same with softmax
+    re-emitted at the sites, which has their activations; the student; the images that are fitted to, and those held
+    out, which only measure and choose what is kept; how the work is run, and by which processes.
     """
 
+    original: GraphModule
     teacher: GraphModule
     student: GraphModule
     images: Pool
@@ -31,8 +33,8 @@ class StageInput:
 
     @cached_property
     def wanted(self) -> Tensor:
-        """The teacher's output on the held-out images, float64 [images, ...]."""
-        return self.held_out.outputs(self.teacher, self.processes.device)
+        """The original's output on the held-out images, float64 [images, ...]."""
+        return self.held_out.outputs(self.original, self.processes.device)
 
     @property
     def state(self) -> State:
@@ -61,9 +63,9 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Distance:
-    """How far the student's output is from the teacher's on the held-out images.
+    """How far the student's output is from the original's on the held-out images.
 
-    `error` is the squared difference over the teacher's energy around its mean. `kl` (nats an image) and `agreement`
+    `error` is the squared difference over the original's energy around its mean. `kl` (nats an image) and `agreement`
     (percent of images with the same highest logit) are None where the output is not [images, classes].
     """
 
@@ -105,7 +107,7 @@ def stage_report(
 
 
 def distance(given: StageInput) -> Distance:
-    """How far the student is from the teacher on the held-out images."""
+    """How far the student is from the original on the held-out images."""
     wanted = given.wanted
     found = given.held_out.outputs(given.student, given.processes.device)
     energy = (wanted - wanted.mean(0)).square().sum().clamp(min=torch.finfo(torch.float32).tiny)

@@ -44,7 +44,7 @@ def calibrate(given: StageInput, steps: int = 0) -> list[StageReport]:
     stages: tuple[Stage, ...] = (Copy(), Fit())
     if steps:
         stages += (SiteDistillation(), Distillation(steps))
-    with placed(given.processes.device, given.teacher, given.student):
+    with placed(given.processes.device, given.original, given.teacher, given.student):
         return run(given, stages)
 
 

@@ -70,7 +70,7 @@ def convert(
     state = out.with_name(f".{out.name}.calibration")
     with bars() as progress:
         execution = replace(run.execution, progress=progress, state=state)
-        conversion = convert_source(loaded, variant, calibration, execution, keep)
+        conversion = convert_source(loaded, variant, calibration, execution, keep, chosen.keep_bad)
     conversion.save(out, force=output.force)
     shutil.rmtree(state, ignore_errors=True)
     return Outcome({**conversion.report, "out": str(out)}, conversion_table(conversion.report, out))

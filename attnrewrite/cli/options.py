@@ -119,6 +119,9 @@ class VariantOptions:
         list[str] | None,
         typer.Option(metavar="SITE", help="A site to leave as it is, or a pattern (decoder.*); may be repeated."),
     ] = None
+    keep_bad: Annotated[
+        bool, typer.Option("--keep-bad", help="Leave a site whose check fails as it is, instead of stopping.")
+    ] = False
 
 
 @dataclass(frozen=True)

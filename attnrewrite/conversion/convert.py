@@ -11,18 +11,18 @@ from torch.fx import GraphModule
 from attnrewrite.calibration.processes import Processes, joined_processes
 from attnrewrite.calibration.stage import StageInput, StageReport
 from attnrewrite.calibration.stages import HELD_OUT_SHARE, calibrate, split
-from attnrewrite.conversion.record import Conversion, batched
+from attnrewrite.conversion.proof import prove, require_sound, rewritten
+from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import fates_of, kept_sites, require_some, site_report
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.pool import Pool
-from attnrewrite.passes.fx.rewrite import FxRewrite, scan_graph
+from attnrewrite.passes.draws import telling
+from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.site_module import written_value
-from attnrewrite.passes.verify import float64_errors, identity_errors, rewritten_sites
-from attnrewrite.patterns.fx.graph import FxGraph
-from attnrewrite.patterns.matcher import Scanned
+from attnrewrite.passes.verify import float64_errors, rewritten_sites
 from attnrewrite.patterns.weights import named_after
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Calibration, Execution
@@ -41,8 +41,11 @@ def convert_source(
     calibration: Calibration | None = None,
     execution: Execution | None = None,
     keep: Sequence[str] = (),
+    keep_bad: bool = False,
 ) -> Conversion:
     """Rewrite every site of `source` that `variant` supports and that is not kept, or those that `auto` chooses.
+
+    With `keep_bad`, a site whose extraction does not agree with the original stays as it is, and the report says so.
 
     Raises:
         NothingMatchedError: the model has no attention, none that the variant supports, or none within the budget.
@@ -53,6 +56,7 @@ def convert_source(
     calibration, execution = calibration or Calibration(), execution or Execution()
     images = calibration_images(source, calibration, execution.seed)
     execution.apply()
+    require_sound(source)
     captured = _captured(source)
     scanned = scan_graph(captured.module, source.name)
     found = named_after(scanned.scan, source.own)
@@ -64,26 +68,28 @@ def convert_source(
         _require_float32(captured, possible)
     pool = None if images is None else _pool(images, source, captured)
     processes = Processes() if pool is None else joined_processes()
-    inputs = batched(source.example_inputs, captured.fixed_batch)
-    teacher = _rewritten(scanned, dict.fromkeys([site.id for site in possible], get_variant("softmax")))
-    identity = identity_errors(captured.module, teacher, found, inputs)
+    proof = prove(source, scanned, possible, keep_bad)
+    fates |= {site: Refusal("check-failed", f"its check failed: {fault}") for site, fault in proof.faults.items()}
+    possible = [site for site in possible if site.id not in proof.faults]
+    teacher = proof.teacher
     if isinstance(variant, Auto):
         assert pool is not None, "auto was accepted without images"
         one = tuple(tensor[:1] for tensor in source.example_inputs)
         example = one if captured.fixed_batch is None else source.example_inputs
         extraction = Extraction(source.name, scanned, teacher, tuple(possible), example, captured.fixed_batch)
         selection = select(variant, extraction, pool, execution, processes)
-        teacher = _rewritten(scanned, dict.fromkeys(selection.standing, get_variant("softmax")))
+        teacher = rewritten(scanned, dict.fromkeys(selection.standing, get_variant("softmax")))
     else:
         selection = Selection(dict.fromkeys([site.id for site in possible], variant), {})
-    student = _rewritten(scanned, selection.standing)
+    student = rewritten(scanned, selection.standing)
     stages: list[StageReport] = []
     if pool is not None:
-        stages = calibrate(StageInput(teacher, student, *split(pool), execution, processes), calibration.steps)
-    arithmetic = float64_errors(student, inputs)
+        given = StageInput(captured.module, teacher, student, *split(pool), execution, processes)
+        stages = calibrate(given, calibration.steps)
+    arithmetic = float64_errors(student, telling(proof.draws))
     fates |= selection.reasons
     sites = [
-        site_report(s, fates[s.id], selection.standing.get(s.id), identity.get(s.id), arithmetic.get(s.id))
+        site_report(s, fates[s.id], selection.standing.get(s.id), proof.errors.get(s.id), arithmetic.get(s.id))
         for s in found.sites
     ]
     report = {
@@ -97,6 +103,7 @@ def convert_source(
         "near_misses": [
             {"anchor": m.anchor, "name": m.name, "reason": m.code, "detail": m.sentence} for m in found.near_misses
         ],
+        "checks": dict(proof.report),
         "calibration": {"images": len(images or ()), "stages": [asdict(stage) for stage in stages]},
     } | ({} if selection.report is None else {"selection": selection.report})
     plan = _final_plan(found, selection.standing, student, captured.module)
@@ -159,13 +166,6 @@ def _require_float32(captured: Captured, possible: list[AttentionSite]) -> None:
                 f"{captured.name} computes in {str(value.dtype).removeprefix('torch.')} (at {node.name}), and "
                 "calibration works in float32: convert model.float() and cast the result, or convert without images"
             )
-
-
-def _rewritten(scanned: Scanned[FxGraph], standing: Mapping[str, Variant]) -> GraphModule:
-    """The captured model with these variants at their sites."""
-    sites = [site for site in scanned.scan.sites if site.id in standing]
-    plan = Plan(scanned.scan.model, tuple(Placement.at(site, standing[site.id]) for site in sites))
-    return FxRewrite(plan, scanned)(scanned.graph.module)
 
 
 def _final_plan(found: Scan, standing: Mapping[str, Variant], student: GraphModule, original: GraphModule) -> Plan:

@@ -22,6 +22,7 @@ from attnrewrite.frontends.trust import remember
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.copying import quiet_copying
+from attnrewrite.passes.draws import drawn, telling
 from attnrewrite.passes.fx.deploy import DeploySites
 from attnrewrite.passes.verify import export_error
 from attnrewrite.plan import Plan
@@ -61,7 +62,7 @@ class Conversion:
         program, _ = export(ready, self.example_inputs)
         exported = program.module(check_guards=False)
         assert isinstance(exported, GraphModule)
-        export_error(exported, ready, batched(self.example_inputs, self.report["fixed_batch"]))
+        export_error(exported, ready, telling(drawn(self.original, self.example_inputs)))
         return program
 
     def save(self, out: str | Path, force: bool = False) -> Path:
@@ -102,7 +103,7 @@ class Conversion:
         from attnrewrite.conversion.onnx_out import write_file
 
         assert self.origin is not None
-        inputs = batched(self.example_inputs, self.report["fixed_batch"])
+        inputs = telling(drawn(self.original, self.example_inputs))
         write_file(source, self.plan, deployed(self.module), inputs, self.origin.input_size, folder / ONNX_FILE)
 
 
@@ -111,24 +112,3 @@ def deployed(module: GraphModule) -> GraphModule:
     with quiet_copying():
         result = copy.deepcopy(module).eval()
     return DeploySites()(result)
-
-
-def batched(inputs: tuple[Tensor, ...], fixed: int | None) -> tuple[Tensor, ...]:
-    """Inputs to check on, with the batch that the graph takes: its only one, or two unlike images where it is open."""
-    size = fixed or 2
-    return tuple(
-        t
-        if t.shape[0] == size
-        else torch.cat([t, t.flip(-1)])
-        if t.shape[0] == 1 and size == 2
-        else t.expand(size, *t.shape[1:])
-        for t in map(_informative, inputs)
-    )
-
-
-def _informative(images: Tensor) -> Tensor:
-    """`images`, or noise in place of blank ones: between tokens that are all the same, any attention is right."""
-    blank = images.dim() == 4 and images.is_floating_point() and bool((images == images.flatten()[0]).all())
-    if not blank:
-        return images
-    return torch.randn(images.shape, generator=torch.Generator().manual_seed(0)).to(images)

@@ -1,10 +1,12 @@
 """Which sites of a model are converted, why the others are not, and what report.json says of each."""
 
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnrewrite.errors import NothingMatchedError, Refusal, unknown_name
+from attnrewrite.passes.verify import SiteError
 from attnrewrite.selection.problem import Auto
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant, refusal_of
@@ -69,7 +71,11 @@ def _by_reason(fates: Mapping[str, Refusal | None]) -> str:
 
 
 def site_report(
-    site: AttentionSite, fate: Refusal | None, variant: Variant | None, identity: float | None, arithmetic: float | None
+    site: AttentionSite,
+    fate: Refusal | None,
+    variant: Variant | None,
+    identity: SiteError | None,
+    arithmetic: float | None,
 ) -> dict[str, Any]:
     softmax = get_variant("softmax")
     stands = variant or softmax
@@ -85,6 +91,6 @@ def site_report(
         "note": f"stays as it is: {fate}" if variant is None else variant.note(site),
         "multiplies": stands.multiplies(site),
         "multiplies_softmax": softmax.multiplies(site),
-        "identity_error": identity,
+        "identity_error": identity.error if identity is not None and math.isfinite(identity.error) else None,
         "float64_error": arithmetic,
     }

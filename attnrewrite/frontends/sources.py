@@ -5,6 +5,7 @@ timm:NAME, torchvision:NAME, hf:FOLDER or hf:NAME
 """
 
 import copy
+import inspect
 import json
 import re
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from attnrewrite.images.preprocessing import (
 )
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.site import Scan
+
+TEXT = "it reads token numbers, as text models do, not pictures; in Python, give them as example_inputs"
 
 __all__ = ["Origin", "Preprocessing", "Source", "load_source"]
 
@@ -162,6 +165,8 @@ def load_source(
         inputs = _example(size) if sized and size else loaded.example_inputs
     else:
         inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    if not inputs and loaded.model is not None and _reads_tokens(loaded.model):
+        raise InputError(f"{loaded.name}: {TEXT}")
     if not inputs:
         raise InputError(f"{loaded.name}: the size of its input is not known: give --input-size, such as 3x224x224")
     if not inputs[0].is_floating_point() and (mean, std) != (None, None):
@@ -349,11 +354,34 @@ def _check_runs(source: Source, size: Size | None) -> None:
         with torch.no_grad():
             source.model(*source.example_inputs)
     except Exception as error:  # a model refuses an input in its own words
-        reason = first_line(error)
-        shape = format_size(first.shape[1:])
+        reason, shape = first_line(error), format_size(first.shape[1:])
         raise InputError(
-            f"{source.name} does not take an input of {shape} ({reason}): give another --input-size"
+            f"{source.name} does not take an input of {shape} ({reason}): "
+            f"{_way_out(source.model, source.example_inputs, reason)}"
         ) from error
+
+
+def _reads_tokens(model: nn.Module) -> bool:
+    return next(iter(inspect.signature(model.forward).parameters), "") in ("input_ids", "token_ids")
+
+
+def _way_out(model: nn.Module, inputs: tuple[Tensor, ...], reason: str) -> str:
+    """What else to give a model that refuses `inputs`: more of them, another type, tokens, or another size."""
+    named = inspect.signature(model.forward).parameters.values()
+    plain = [each for each in named if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each.name for each in plain if each.default is each.empty]
+    if len(needed) > len(inputs):
+        listed = ", ".join(needed)
+        return f"its forward takes {len(needed)} inputs ({listed}); in Python, give all of them as example_inputs"
+    if inputs[0].is_floating_point() and ("indices" in reason or _reads_tokens(model)):
+        return TEXT
+    used = next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs[0].dtype)
+    if used != inputs[0].dtype and inputs[0].is_floating_point():
+        own, given = (str(each).removeprefix("torch.") for each in (used, inputs[0].dtype))
+        return (
+            f"it computes in {own} and was given {given}; convert model.float(), or give {own} example_inputs in Python"
+        )
+    return "give another --input-size"
 
 
 def _example(size: Size) -> tuple[Tensor, ...]:

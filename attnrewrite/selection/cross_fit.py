@@ -31,8 +31,10 @@ def cross_fitted(
     outputs: dict[int, Tensor] = {}
     for fitting, measuring in _folds(len(images.images)):
         teacher, student = extraction.rewritten(softmax), extraction.rewritten(plan)
-        with placed(processes.device, teacher, student):
-            given = StageInput(teacher, student, *split(images.take(fitting)), execution, processes)
+        with placed(processes.device, extraction.original, teacher, student):
+            given = StageInput(
+                extraction.original, teacher, student, *split(images.take(fitting)), execution, processes
+            )
             Fit(name="fit for the selection").run(given)
             found = images.take(measuring).outputs(student, processes.device)
         outputs |= dict(zip(measuring.tolist(), found.cpu(), strict=True))

@@ -47,8 +47,8 @@ class Measurements:
 
     @cached_property
     def _original_logits(self) -> Tensor:
-        with placed(self.processes.device, self.extraction.teacher):
-            logits = self.images.outputs(self.extraction.teacher, self.processes.device).cpu()
+        with placed(self.processes.device, self.extraction.original):
+            logits = self.images.outputs(self.extraction.original, self.processes.device).cpu()
         if logits.dim() != 2 or logits.shape[1] < 2:
             raise InputError(
                 f"--variant auto measures how often the class changes, and the output of {self.extraction.name} is "
@@ -77,8 +77,10 @@ class Measurements:
             self.meter.temperature,
         )
         found: dict[str, list[dict[str, Any]]] = {site.id: [] for site in extraction.sites}
-        with placed(self.processes.device, extraction.teacher, student):
-            given = StageInput(extraction.teacher, student, fitted, held_out, self.execution, self.processes)
+        with placed(self.processes.device, extraction.original, extraction.teacher, student):
+            given = StageInput(
+                extraction.original, extraction.teacher, student, fitted, held_out, self.execution, self.processes
+            )
             for trial in trials(given, extraction.sites, self.auto.candidates):
                 output = trial.output
                 whole = output is not None and bool(torch.isfinite(output).all())

@@ -98,7 +98,8 @@ def refuse_without_core(site: AttentionSite) -> Refusal | None:
     if site.core is None and site.core_reason is not None:
         return Refusal(site.core_reason.code, f"cannot be taken out of the graph: {site.core_reason}")
     if site.core is None:
-        return Refusal("no-core", "its query, key and value could not be told apart in the graph")
+        known = site.core_reason
+        return Refusal("no-core", str(known or "its query, key and value could not be told apart in the graph"))
     return None
 
 

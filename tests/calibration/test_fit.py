@@ -35,7 +35,7 @@ def test_every_residual_branch_is_found_and_its_map_recovered(kind: str) -> None
             assert branch.bias is not None
             branch.bias.add_(0.1)
     assert distance(given).error > 1e-2
-    given = StageInput(given.teacher, given.student, Pool(pictures(64), None, (3, 12, 12), 16), given.held_out)
+    given = replace(given, images=Pool(pictures(64), None, (3, 12, 12), 16))
     Fit(ridge=1e-12).run(given)
     assert distance(given).error < 1e-8
 

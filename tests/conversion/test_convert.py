@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
+from attnrewrite.passes.draws import drawn
 from attnrewrite.passes.verify import identity_errors
 
 
@@ -60,7 +61,7 @@ def test_an_extraction_that_is_wrong_stops_the_conversion() -> None:
     with pytest.raises(
         CheckFailedError, match=r"site1 .* the extraction is wrong there; keep the site with --keep site1"
     ):
-        identity_errors(done.original, done.module, done.scan, INPUTS)
+        identity_errors(done.original, done.module, done.scan, drawn(done.original, INPUTS))
 
 
 def test_a_converted_folder_is_whole_and_loads_again(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_nan_in_the_weights_is_found_before_anything_is_written() -> None:
     model = encoder()
     with torch.no_grad():
         model.blocks.layers[1].self_attn.in_proj_weight[0, 0] = float("nan")
-    with pytest.raises(CheckFailedError, match="site1"):
+    with pytest.raises(InputError, match=r"weight blocks\.layers\.1\.self_attn\.in_proj_weight holds NaN"):
         ar.convert(model, INPUTS, variant="l1")
 
 

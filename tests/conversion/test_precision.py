@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 import attnrewrite as ar
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.capture import capture
+from attnrewrite.passes.draws import drawn
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.verify import float64_errors, identity_errors, relative_error
 from attnrewrite.patterns.fx.graph import FxGraph
@@ -84,11 +85,11 @@ def test_a_wrong_scale_is_seen_in_every_precision(dtype: torch.dtype) -> None:
     inputs = (INPUTS[0].to(dtype),)
     original, found = captured(dtype)
     identity = rewritten(dtype, "softmax")
-    assert max(identity_errors(original, identity, found, inputs).values()) <= 1e-5
+    assert max(identity_errors(original, identity, found, drawn(original, inputs)).values()) <= 1e-5
     wrong = copy.deepcopy(identity)
     wrong.attention_site0.form.scale *= 1.001
     with pytest.raises(CheckFailedError, match="the extraction is wrong"):
-        identity_errors(original, wrong, found, inputs)
+        identity_errors(original, wrong, found, drawn(original, inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

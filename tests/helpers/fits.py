@@ -109,4 +109,4 @@ def calibration(
         FxRewrite(Plan(kind, tuple(Placement.at(site, each) for site in found.sites)))(graph)
         for each in (get_variant("softmax"), variant)
     ]
-    return StageInput(both[0], both[1], *split(Pool(images or pictures(), None, (3, 12, 12), 16)))
+    return StageInput(graph, both[0], both[1], *split(Pool(images or pictures(), None, (3, 12, 12), 16)))

@@ -1,0 +1,92 @@
+"""What is proven of a model before anything is replaced: it is its graph, and softmax re-emitted is its attention."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from attnrewrite.errors import CheckFailedError
+from attnrewrite.frontends.sources import Source
+from attnrewrite.passes.draws import Draw, drawn
+from attnrewrite.passes.fx.rewrite import FxRewrite
+from attnrewrite.passes.original import agreement, require_lasting_buffers, require_numbers
+from attnrewrite.passes.verify import SiteError, rewriting_error, site_errors
+from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.patterns.matcher import Scanned
+from attnrewrite.plan import Placement, Plan
+from attnrewrite.site import AttentionSite
+from attnrewrite.variants.base import Variant
+from attnrewrite.variants.registry import get_variant
+
+
+@dataclass(frozen=True)
+class Proof:
+    """`teacher` is the original with softmax re-emitted at the sites that proved right; `faults` say what is wrong at
+    the others, by site id. `errors` are of all sites, `report` what report.json says of the checks.
+    """
+
+    teacher: GraphModule
+    errors: Mapping[str, SiteError]
+    faults: Mapping[str, str]
+    draws: tuple[Draw, ...]
+    report: Mapping[str, Any]
+
+
+def require_sound(source: Source) -> None:
+    """Raise InputError where the weights or the example of `source` hold NaN, or running it changes it."""
+    tensors: dict[str, Tensor] = {}
+    if source.model is not None:
+        tensors = {**dict(source.model.named_parameters()), **dict(source.model.named_buffers())}
+    elif source.program is not None:
+        tensors = dict(source.program.state_dict)
+    require_numbers(source.name, tensors, source.example_inputs)
+    require_lasting_buffers(source.name, _runnable(source), source.example_inputs)
+
+
+def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSite], keep_bad: bool = False) -> Proof:
+    """Check the captured graph against the model, then each of `sites`, on the example and on inputs drawn beside it.
+
+    Raises:
+        CheckFailedError: the graph is not the model; a site is not what was extracted (with `keep_bad`: every one).
+        InputError: the model is not a function of its inputs alone, or takes none of the inputs drawn.
+    """
+    graph, teacher = scanned.graph.module, with_softmax(scanned, sites)
+    started = time.perf_counter()
+    agreed = agreement(source.name, _runnable(source), graph, drawn(graph, source.example_inputs))
+    errors = site_errors(graph, teacher, scanned.scan, agreed.draws)
+    faults = {site: each.fault for site, each in errors.items() if each.fault is not None}
+    if faults and (not keep_bad or len(faults) == len(sites)):
+        raise CheckFailedError(next(iter(faults.values())))
+    if faults:
+        teacher = with_softmax(scanned, [site for site in sites if site.id not in faults])
+    rewriting = rewriting_error(graph, teacher, agreed.draws[-1])
+    report = {
+        "seconds": round(time.perf_counter() - started, 3),
+        "draws": [draw.name for draw in agreed.draws],
+        "draws_refused": dict(agreed.refused),
+        "graph_error": agreed.error,
+        "rewriting_error": rewriting,
+    }
+    return Proof(teacher, errors, faults, agreed.draws, report)
+
+
+def with_softmax(scanned: Scanned[FxGraph], sites: Sequence[AttentionSite]) -> GraphModule:
+    """The captured model with softmax re-emitted at `sites`."""
+    return rewritten(scanned, dict.fromkeys([site.id for site in sites], get_variant("softmax")))
+
+
+def rewritten(scanned: Scanned[FxGraph], standing: Mapping[str, Variant]) -> GraphModule:
+    """The captured model with these variants at their sites."""
+    sites = [site for site in scanned.scan.sites if site.id in standing]
+    plan = Plan(scanned.scan.model, tuple(Placement.at(site, standing[site.id]) for site in sites))
+    return FxRewrite(plan, scanned)(scanned.graph.module)
+
+
+def _runnable(source: Source) -> nn.Module:
+    if source.model is not None:
+        return source.model
+    assert source.program is not None
+    return source.program.module(check_guards=False)

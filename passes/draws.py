@@ -1,0 +1,144 @@
+"""Inputs that a check draws for itself: an example may hide what a model does, as an all-ones mask or a blank picture.
+
+Three beside the example, in batches of two, three and one image where the batch is open. Every element is drawn by
+itself, so that no two images, queries or keys are alike. Reproducible for a seed.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from attnrewrite.errors import InputError
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Inputs of a model, and what they are called where they show a difference."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a draw differs from the others: its images, the share of a mask that is turned over, and its numbers."""
+
+    name: str
+    images: int
+    turned: float
+    numbers: str  # the example's own, in another order; "sparse" and weak; "one sign" and strong
+
+
+KINDS = (
+    _Kind("the example's values in another order", 2, 0.25, "own"),
+    _Kind("sparse values of both signs", 3, 0.5, "sparse"),
+    _Kind("large values of one sign", 1, 0.25, "one sign"),
+)
+
+
+def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tuple[Draw, ...]:
+    """The example, then a draw of each kind: the same types, and the lengths that `graph`'s inputs leave open varied.
+
+    Floating-point inputs have the example's mean and spread (0 and 1 where it is constant), integers lie in the range
+    that the example shows. Masks (two values, or one above 0) differ from the example's here and there, except for the
+    first key of each row: a query that sees no key at all has no answer.
+
+    Raises:
+        InputError: `example` is not what `graph` takes.
+    """
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    if len(places) != len(example):
+        raise InputError(f"the model takes {len(places)} inputs, and the example has {len(example)}")
+    known = [place.meta.get("val") for place in places]
+    batch = _batch_symbol(known)
+    generator = torch.Generator().manual_seed(seed)
+    draws = [Draw("the example", example)]
+    for kind in KINDS:
+        sizes = [_sizes(value, tensor, batch, kind.images) for value, tensor in zip(known, example, strict=True)]
+        inputs = tuple(_values(t, size, kind, generator) for t, size in zip(example, sizes, strict=True))
+        images = "" if batch is None else f", {kind.images} image{'s' if kind.images > 1 else ''}"
+        draws.append(Draw(f"{kind.name}{images}", inputs))
+    return tuple(draws)
+
+
+def telling(draws: Sequence[Draw]) -> tuple[Tensor, ...]:
+    """The inputs to check arithmetic on: the example's own values where it varies, never a blank picture."""
+    return draws[min(1, len(draws) - 1)].inputs
+
+
+def _open_sizes(value: object) -> Iterator[torch.SymInt]:
+    for size in value.shape if isinstance(value, Tensor) else ():
+        if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
+            yield size
+
+
+def _batch_symbol(known: list[object]) -> object | None:
+    """The symbol of the batch: of the first axis that is left open, or None where all are settled."""
+    first = next((size for value in known for size in _open_sizes(value)), None)
+    return None if first is None else sorted(first.node.expr.free_symbols, key=str)[0]
+
+
+def _sizes(value: object, tensor: Tensor, batch: object | None, images: int) -> list[int]:
+    """The example's lengths, with those that follow the batch for so many images."""
+    sizes = list(tensor.shape)
+    for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+        expression = size.node.expr if isinstance(size, torch.SymInt) else None
+        if batch is not None and expression is not None and batch in expression.free_symbols:
+            length = expression.subs({batch: images})
+            sizes[axis] = int(length) if length.is_number else sizes[axis]
+    return sizes
+
+
+def _values(example: Tensor, size: list[int], kind: _Kind, generator: torch.Generator) -> Tensor:
+    if not example.numel() or example.is_complex():
+        return _tiled(example, size)
+    low, high = _levels(example)
+    picture = example.dtype == torch.uint8 and example.dim() == 4
+    mask = not picture and bool(((example == low) | (example == high)).all()) and bool(low != high)
+    # floating-point numbers that could be a mask are drawn as one first, and as any numbers then
+    if mask and (not example.is_floating_point() or kind.numbers == "own"):
+        return _turned(_tiled(example, size), low, high, kind.turned, generator)
+    if not example.is_floating_point():
+        least, most = (0, 255) if picture else (int(low), int(high))
+        return torch.randint(least, most + 1, size, generator=generator).to(example.dtype)
+    return _numbers(example, size, kind, generator).to(example.dtype)
+
+
+def _levels(example: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest value; 0 and 1 where there could be no others, or where a mask keeps all."""
+    if example.dtype == torch.bool:
+        return torch.tensor(False), torch.tensor(True)
+    low, high = example.min(), example.max()
+    return (torch.zeros_like(low) if bool(low == high) and bool(low > 0) else low), high
+
+
+def _numbers(example: Tensor, size: list[int], kind: _Kind, generator: torch.Generator) -> Tensor:
+    finite = example[example.isfinite()].float()
+    varied = finite.numel() > 1 and bool(finite.std() > 0)
+    centre, spread = (finite.mean(), finite.std()) if varied else (torch.tensor(0.0), torch.tensor(1.0))
+    normal = torch.randn(size, generator=generator)
+    if kind.numbers == "sparse":
+        return normal * (torch.rand(size, generator=generator) < 0.4) * spread / 3
+    if kind.numbers == "one sign":
+        return (centre.abs() + 2 * spread * normal.abs()) * math.copysign(1, centre)
+    if not varied:
+        return normal
+    return finite.reshape(-1)[torch.randint(finite.numel(), size, generator=generator)]
+
+
+def _turned(mask: Tensor, low: Tensor, high: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """`mask` with that share of its elements at the other of its levels; the first of each row stays."""
+    turned = torch.rand(mask.shape, generator=generator) < share
+    if mask.dim() and mask.shape[-1] > 1:
+        turned[..., 0] = False
+    return torch.where(turned, torch.where(mask == low, high, low), mask)
+
+
+def _tiled(tensor: Tensor, size: list[int]) -> Tensor:
+    """`tensor` repeated, and cut, to `size`."""
+    repeats = [-(-length // had) for length, had in zip(size, tensor.shape, strict=True)]
+    return tensor.repeat(repeats)[tuple(slice(length) for length in size)] if size else tensor.clone()

@@ -1,0 +1,124 @@
+"""What must be true of a model before its attention is looked at: numbers, one answer for one input, and a graph that
+is the model on inputs that it was not captured on.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from attnrewrite.errors import CheckFailedError, InputError, first_line
+from attnrewrite.passes.draws import Draw
+from attnrewrite.passes.verify import HALF_STEPS, known_error, outputs
+
+GRAPH_TOLERANCE = 1e-4  # the graph's operations are the model's own, but for the order of the sums in an einsum
+
+
+@torch.no_grad()
+def require_lasting_buffers(name: str, model: nn.Module, example: Sequence[Tensor]) -> None:
+    """Raise InputError where the model writes to its own buffers as it runs: its answer follows what it was asked."""
+    before = {buffer: tensor._version for buffer, tensor in model.named_buffers()}
+    model(*example)
+    changed = [buffer for buffer, tensor in model.named_buffers() if tensor._version != before.get(buffer)]
+    if changed:
+        raise InputError(
+            f"{name} changes its own buffer {changed[0]} as it runs, so that one input has many answers: "
+            "take the update out of forward"
+        )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a graph is from its model at most, the draws that both took, and why the model took no others."""
+
+    error: float
+    draws: tuple[Draw, ...]
+    refused: Mapping[str, str]
+
+
+def require_numbers(name: str, tensors: Mapping[str, Tensor], example: Sequence[Tensor]) -> None:
+    """Raise InputError where a weight or an example input holds NaN: nothing that follows could be compared."""
+    for index, tensor in enumerate(example):
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise InputError(f"example input {index} of {name} holds NaN: give an example that the model answers")
+    for weight, tensor in tensors.items():
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise InputError(f"{name}: weight {weight} holds NaN: the checkpoint is damaged, or training diverged")
+
+
+@torch.no_grad()
+def agreement(name: str, model: nn.Module, graph: GraphModule, draws: Sequence[Draw]) -> Agreement:
+    """Whether `graph`, captured from `model`, gives the model's outputs on each of `draws` that the model takes.
+
+    Raises:
+        InputError: the model draws random numbers as it runs, or takes none of the draws.
+        CheckFailedError: the outputs differ by more than GRAPH_TOLERANCE (in half precision, HALF_STEPS of its
+            rounding, twice): what ran on the example was frozen.
+    """
+    taken, refused, most = [], {}, 0.0
+    for draw in draws:
+        try:
+            wanted = outputs(model(*draw.inputs))
+        except Exception as error:  # a model refuses an input in its own words
+            refused[draw.name] = first_line(error)
+            continue
+        taken.append(draw)
+        difference = _difference(graph, draw, wanted)
+        allowed = max(GRAPH_TOLERANCE, *(2 * HALF_STEPS * _rounding(each) for each in wanted), 0.0)
+        if not difference <= allowed:
+            _require_repeatable(name, graph, draw)
+            raise CheckFailedError(
+                f"{name}: the graph that torch.export captured differs from the model by {difference:.2e} (allowed "
+                f"{allowed:.0e}) on {draw.name}: something that follows the input or an earlier call (a branch, a "
+                "number taken out of a tensor, a cache) was frozen as the example had it; make forward follow its "
+                "inputs by tensors alone"
+            )
+        most = max(most, difference)
+    if len(taken) < 2:
+        raise InputError(
+            f"{name} takes none of the inputs that were drawn to check it ({next(iter(refused.values()), 'none')}): "
+            "give an example in which every input shows the values that it may have"
+        )
+    return Agreement(most, tuple(taken), refused)
+
+
+def _difference(graph: GraphModule, draw: Draw, wanted: list[Tensor]) -> float:
+    try:
+        found = outputs(graph(*draw.inputs))
+    except Exception as error:
+        raise CheckFailedError(
+            f"the graph that torch.export captured does not take {draw.name}, which the model does "
+            f"({first_line(error)}): it fixed a size or a type as the example had it"
+        ) from error
+    if [each.shape for each in found] != [each.shape for each in wanted]:
+        return float("inf")
+    return max((known_error(*pair) for pair in zip(found, wanted, strict=True)), default=0.0)
+
+
+def _rounding(tensor: Tensor) -> float:
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return torch.finfo(tensor.dtype).eps if half else 0.0
+
+
+def _require_repeatable(name: str, graph: GraphModule, draw: Draw) -> None:
+    """Raise InputError where the same input has another answer the second time, saying what draws the numbers."""
+    first, second = (outputs(graph(*draw.inputs)) for _ in range(2))
+    if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True)):
+        return
+    drawing = next((node.name for node in graph.graph.nodes if _draws_numbers(node)), "a place that is not known")
+    raise InputError(
+        f"{name} answers the same input differently each time, as it draws random numbers at {drawing}: make forward "
+        "repeatable (dropout stays active in evaluation mode where it is not told, as in "
+        "F.dropout(x, training=self.training))"
+    )
+
+
+def _draws_numbers(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    named = {known.name: given for known, given in zip(target._schema.arguments, node.args, strict=False)}
+    # attention is tagged for its dropout, of which there may be none
+    return bool((named | node.kwargs).get("dropout_p", 0.0 if "attention" in str(target) else 1.0))

@@ -1,0 +1,52 @@
+"""A graph run in float64, whatever it computes in: what differs there is meaning, not rounding."""
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_map
+
+NARROW = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def widened(value: Any) -> Any:
+    """Floating-point tensors in float64, and float64 for the name of a floating-point type; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().double() if value.dtype in NARROW else value
+    return torch.float64 if value in NARROW else value
+
+
+class Wide(Interpreter):
+    """Runs `module` in float64 without a wide copy of it: each weight is widened as it is read.
+
+    The values of the nodes called `names` are in `kept` after a run.
+    """
+
+    def __init__(self, module: GraphModule, names: Collection[str] = ()) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self.names = frozenset(names)
+        self.kept: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def run(self, *inputs: Any, **how: Any) -> Any:
+        self.kept = {}
+        return super().run(*(widened(value) for value in inputs), **how)
+
+    def run_node(self, n: Node) -> Any:
+        result = tree_map(widened, super().run_node(n))
+        if n.name in self.names:
+            self.kept[n.name] = result
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(target, *tree_map(widened, (args, kwargs)))
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return wide_copy(self.fetch_attr(target))(*args, **kwargs)
+
+
+def wide_copy(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module).double()

@@ -1,0 +1,121 @@
+"""What is proven of a model before anything is replaced, where the example alone would show nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_vits import INPUTS, encoder
+from torch import Tensor, nn
+
+import attnrewrite as ar
+from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.variants.registry import get_variant
+
+
+class Odd(nn.Module):
+    """Attention over x [B, 9, 16], and something odd about the model around it."""
+
+    def __init__(self, odd: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.odd, self.number = odd, 0
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.odd == "counts":
+            self.calls.add_(1.0)
+            x = x + self.calls
+        if self.odd == "counts in Python":
+            self.number += 1
+            x = x * self.number
+        query, key, value = self.qkv(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1 if self.odd == "drops scores" else 0.0)
+        out = self.proj(out.transpose(1, 2).flatten(2))
+        return F.dropout(out, 0.2) if self.odd == "drops" else out
+
+
+TOKENS = (torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0)),)
+
+
+@pytest.mark.parametrize(
+    ("odd", "error", "message"),
+    [
+        ("counts", InputError, "changes its own buffer calls as it runs"),
+        ("drops", InputError, r"draws random numbers at dropout.*training=self\.training"),
+        ("drops scores", InputError, "draws random numbers at scaled_dot_product_attention"),
+        ("counts in Python", CheckFailedError, "differs from the model by .* was frozen as the example had it"),
+    ],
+)
+def test_a_model_that_is_no_function_of_its_input_is_told_as_such(odd: str, error: type, message: str) -> None:
+    ar.convert(Odd(), TOKENS, variant="softmax")
+    with pytest.raises(error, match=message):
+        ar.convert(Odd(odd), TOKENS, variant="softmax")
+
+
+def test_nan_in_the_example_is_told_as_such() -> None:
+    with pytest.raises(InputError, match="example input 0 of Odd holds NaN"):
+        ar.convert(Odd(), (TOKENS[0] * float("nan"),), variant="softmax")
+
+
+def test_the_report_says_what_was_checked() -> None:
+    checks = ar.convert(Odd(), TOKENS, variant="l1").report["checks"]
+    assert [name.split(",")[0] for name in checks["draws"]] == [
+        "the example",
+        "the example's values in another order",
+        "sparse values of both signs",
+        "large values of one sign",
+    ]
+    assert checks["draws_refused"] == {}
+    assert checks["seconds"] > 0
+    assert max(checks["graph_error"], checks["rewriting_error"]) < 1e-5
+
+
+def test_a_site_whose_check_fails_can_be_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each site's scale is read wrong, first at one site, then at both."""
+    wrong = {"site1"}
+    monkeypatch.setattr(
+        "attnrewrite.variants.softmax.score_scale",
+        lambda site: site.core.scale * (1.001 if site.id in wrong else 1.0),
+    )
+    with pytest.raises(CheckFailedError, match=r"^site1 .* on .*: .*keep the site with --keep site1, or .*--keep-bad"):
+        ar.convert(encoder(), INPUTS, variant="l1")
+    done = ar.convert(encoder(), INPUTS, variant="l1", keep_bad=True)
+    one, two = done.report["sites"]
+    assert (one["variant"], two["variant"]) == ("l1", "softmax")
+    assert two["note"].startswith("stays as it is: its check failed: site1 ")
+    assert two["identity_error"] > 1e-5
+    assert [placement.site for placement in done.plan.placements] == ["site0"]
+    wrong.add("site0")
+    with pytest.raises(CheckFailedError, match="site0"):
+        ar.convert(encoder(), INPUTS, variant="l1", keep_bad=True)
+
+
+def test_what_the_example_hides_is_said_to_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mask that keeps all, a mask that is lost looks right; the check's own masks show it."""
+
+    class Masked(Odd):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            query, key, value = self.qkv(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None])
+            return self.proj(out.transpose(1, 2).flatten(2))
+
+    given = (*TOKENS, torch.ones(2, 9, dtype=torch.bool))
+    assert ar.convert(Masked(), given, variant="softmax").report["checks"]["rewriting_error"] < 1e-5
+    monkeypatch.setattr("attnrewrite.passes.site_module.SiteModule._bias", lambda *_: None)
+    with pytest.raises(CheckFailedError, match="the example hides it, as a mask that drops nothing"):
+        ar.convert(Masked(), given, variant="softmax")
+
+
+def test_distances_are_to_the_original() -> None:
+    from fits import calibration
+
+    from attnrewrite.calibration.stage import distance
+
+    given = calibration("pre-norm", get_variant("softmax"))
+    assert distance(given).error < 1e-10
+    with torch.no_grad():
+        for module in (given.teacher, given.student):
+            module.attention_site0.query.weight.mul_(1.5)
+    assert distance(replace(given)).error > 1e-4

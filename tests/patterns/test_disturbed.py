@@ -1,0 +1,119 @@
+"""What is done to attention on its way is understood, refused or stopped; never silently lost.
+
+Each drawn module is refused (an error that says why), stopped by the check, or converted to a model that gives the
+original's outputs on new inputs of another batch size, and whose sites see the original's own probabilities and values.
+`make test` draws 300 modules, the same each time; `make fuzz` draws others, many more.
+"""
+
+import copy
+import os
+import random
+
+import pytest
+import torch
+from disturbed import PLACES, ROUNDED, Disturbance, Disturbed, Recipe, build, example, inputs, recipes
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from torch import Tensor
+
+from attnrewrite.conversion.proof import Proof, prove, require_sound, rewritten
+from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.frontends.capture import capture
+from attnrewrite.frontends.sources import load_source
+from attnrewrite.passes.fx.rewrite import scan_graph
+from attnrewrite.passes.verify import float64_errors, known_error, rewritten_sites
+from attnrewrite.passes.wide import Wide, wide_copy
+from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.patterns.matcher import Scanned
+from attnrewrite.variants.registry import get_variant, variants
+
+FORMS = tuple(name for name in variants() if name != "softmax")
+TRIED = 2  # forms at each site: each is tried often enough over all modules
+
+
+def verdict(recipe: Recipe) -> str:
+    """What becomes of the module of `recipe`: "refused", "stopped" or "equal". AssertionError where it is wrong."""
+    model = build(recipe)
+    try:
+        source = load_source(copy.deepcopy(model), example(recipe))
+        require_sound(source)
+        captured = capture("disturbed", source.model, source.example_inputs)  # type: ignore[arg-type]
+        scanned = scan_graph(captured.module, "disturbed")
+        sites = [site for site in scanned.scan.sites if get_variant("softmax").refuse(site) is None]
+        if not sites or not captured.exact:
+            return "refused"
+        proof = prove(source, scanned, sites)
+    except InputError:
+        return "refused"
+    except CheckFailedError:
+        return "stopped"
+    new = inputs(recipe, captured.fixed_batch or 3, seed=1)
+    wanted = answer(model, new)
+    found = Wide(proof.teacher).run(*new)
+    allowed = 5e-2 if any(each.kind in ROUNDED for each in recipe.disturbances) else 1e-5
+    assert known_error(found, wanted) <= allowed, "softmax re-emitted is not the original"
+    assert_own_inputs(model, scanned, proof, new, allowed)
+    forms = [name for name in FORMS if all(get_variant(name).refuse(site) is None for site in sites)]
+    for name in random.Random(repr(recipe)).sample(forms, min(TRIED, len(forms))):
+        student = rewritten(scanned, dict.fromkeys((site.id for site in sites), get_variant(name)))
+        try:
+            float64_errors(student, new)
+        except CheckFailedError:
+            return "stopped"
+    return "equal"
+
+
+@torch.no_grad()
+def answer(model: Disturbed, given: tuple[Tensor, ...]) -> Tensor:
+    """The module's own answer, in float64."""
+    return copy.deepcopy(model).double()(*(t.double() if t.is_floating_point() else t for t in given))
+
+
+@torch.no_grad()
+def assert_own_inputs(
+    model: Disturbed, scanned: Scanned[FxGraph], proof: Proof, given: tuple[Tensor, ...], allowed: float
+) -> None:
+    """The site's query, key and bias make the original's probabilities, and its value is the original's."""
+    wide = copy.deepcopy(model).double()
+    wide(*(t.double() if t.is_floating_point() else t for t in given))
+    (site,) = rewritten_sites(proof.teacher).values()
+    recorder = Wide(scanned.graph.module, site.values)
+    recorder.run(*given)
+    query, key, value, bias = wide_copy(site).attend_inputs(*(recorder.kept[v] for v in site.values))  # type: ignore[operator]
+    scores = query @ key.mT * site.form.scale
+    found = {"probabilities": (scores if bias is None else scores + bias).softmax(-1), "value": value}
+    for name, tensor in found.items():
+        wanted = wide.seen[name].reshape(-1, *tensor.shape[1:])
+        assert known_error(tensor.expand_as(wanted), wanted) <= allowed, f"the site's own {name}"
+
+
+# 4 x 75 modules, always the same; with ATTNREWRITE_FUZZ=SEED (make fuzz), 100 x 100 of that seed.
+FUZZ = os.environ.get("ATTNREWRITE_FUZZ")
+SEEDS, EXAMPLES = (range(4), 75) if FUZZ is None else (range(int(FUZZ) * 100, int(FUZZ) * 100 + 100), 100)
+PROFILE = settings(
+    max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate, Phase.shrink], report_multiple_bugs=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", SEEDS)
+def test_drawn_disturbances_are_understood_refused_or_stopped(number: int) -> None:
+    @seed(number)
+    @PROFILE
+    @given(recipe=recipes)
+    def judge(recipe: Recipe) -> None:
+        verdict(recipe)
+
+    judge()
+
+
+def plain(place: str, kind: str) -> Recipe:
+    axes = (False, True, True) if place not in ("scores", "probabilities") else (True, True, True)
+    return Recipe("separate", "matmul", "plain", "after", "none", (Disturbance(place, kind, axes, 0, 1),))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_attention_is_still_found_beside_most_that_is_done(place: str) -> None:
+    """The judge judges: what leaves the attention alone is converted, and what random numbers do is refused."""
+    assert verdict(plain(place, "copied")) == "equal"
+    assert verdict(plain(place, "dropped out")) == "refused"
+    assert verdict(plain(place, "counted in a buffer")) == "refused"
