@@ -13,7 +13,7 @@ from attnrewrite.passes.base import Edit, Pass, PassResult, Pipeline
 from attnrewrite.passes.copying import quiet_copying
 from attnrewrite.passes.fx.decompositions import Decompose
 from attnrewrite.passes.fx.einsum import einsum_as_product
-from attnrewrite.passes.fx.signature import other_signature, writes, writes_in_place
+from attnrewrite.passes.fx.signature import lost_writes, other_interface, writes, writes_in_place
 from attnrewrite.patterns.fx.normalise import KNOWN
 from attnrewrite.patterns.fx.operators import operator_name
 
@@ -36,8 +36,9 @@ class Functionalise(Pass[ExportedProgram]):
             return Decompose(product_decompositions()).rewrite(graph)
 
     def ensures(self, before: ExportedProgram, result: PassResult[ExportedProgram]) -> Refusal | None:
-        """The same inputs and outputs, and no operator that writes in place."""
-        return other_signature(before, result.graph) or writes_in_place(result.graph)
+        """The same inputs and outputs, what was written still is, and no operator writes in place."""
+        after = result.graph
+        return other_interface(before, after) or lost_writes(before, after) or writes_in_place(after)
 
 
 def _is_plain(node: Node) -> bool:

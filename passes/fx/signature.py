@@ -20,6 +20,12 @@ def writes(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def lost_writes(before: ExportedProgram, after: ExportedProgram) -> Refusal | None:
+    """What `before` says that it writes to and `after` does not. What was written in place is only said afterwards."""
+    lost = _written(before) - _written(after)
+    return Refusal("lost-effects", f"no longer writes to {', '.join(map(str, lost))}") if lost else None
+
+
 def writes_in_place(program: ExportedProgram) -> Refusal | None:
     """The first operation that writes into one of its operands."""
     found = next((node for node in program.graph.nodes if writes(node)), None)
@@ -27,6 +33,13 @@ def writes_in_place(program: ExportedProgram) -> Refusal | None:
 
 
 def other_signature(before: ExportedProgram, after: ExportedProgram) -> Refusal | None:
+    """What a caller of `after` would have to do otherwise than one of `before`, or find changed; None: nothing."""
+    if _written(before) != _written(after):
+        return Refusal("other-effects", "writes to other buffers or inputs than before")
+    return other_interface(before, after)
+
+
+def other_interface(before: ExportedProgram, after: ExportedProgram) -> Refusal | None:
     """What a caller of `after` would have to do otherwise than one of `before`; None when nothing."""
     one, other = before.graph_signature, after.graph_signature
     if before.call_spec.in_spec != after.call_spec.in_spec or one.user_inputs != other.user_inputs:
@@ -34,8 +47,6 @@ def other_signature(before: ExportedProgram, after: ExportedProgram) -> Refusal 
         return Refusal("other-inputs", f"takes {now}, not {was}, or in another structure")
     if before.call_spec.out_spec != after.call_spec.out_spec:
         return Refusal("other-outputs", "gives its outputs in another structure")
-    if _written(before) != _written(after):
-        return Refusal("other-effects", "writes to other buffers or inputs than before")
     return None
 
 

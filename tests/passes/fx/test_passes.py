@@ -274,3 +274,23 @@ def test_a_failed_check_is_another_error_than_bad_input(program: ExportedProgram
 
     with pytest.raises(CheckFailedError, match=r"^halved failed: the result writes in place at detach_ "):
         Halved()(program)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, which is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x * self.calls
+
+
+def test_a_buffer_written_in_place_is_written_by_the_functional_program() -> None:
+    program = torch.export.export(Counting(), (X,))
+    functional = Functionalise()(program)
+    assert list(functional.graph_signature.buffers_to_mutate.values()) == ["calls"]
+    module = functional.module()
+    assert [float(module(torch.ones(2, 4, 6)).max()) for _ in range(3)] == [1.0, 2.0, 3.0]
