@@ -3,7 +3,7 @@
 from attnrewrite.api import Comparison
 from attnrewrite.evaluation.records import Quantiles, Row
 
-SCHEDULE = "TVM default pipeline, no attnrewrite schedules yet"
+SCHEDULE = "attnrewrite CPU schedules"
 LONG = "a_model_with_a_name_that_is_long_enough_to_trouble_a_phone <script>alert(1)</script>"
 QUALITY = {"original": (94.8, None), "l1": (86.1, 88.0), LONG: (91.0, 93.0)}
 FACTORS = {"torch": 1.0, "onnxruntime": 0.75, "tvm": 5.0}

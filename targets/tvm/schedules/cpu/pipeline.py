@@ -3,6 +3,7 @@
 from typing import Any
 
 import tvm
+from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
 
 from attnrewrite.targets.tvm.schedules.cpu.attention import ATTENTION
 from attnrewrite.targets.tvm.schedules.cpu.convolution import CONVOLUTION
@@ -22,6 +23,16 @@ def schedule(module: Any, profile: Profile) -> Scheduled:
     return rewrite(module, RULES, profile)
 
 
+def relax_pipeline(profile: Profile) -> Any:
+    """A pass that schedules a Relax module and lowers it, for `tvm.compile(..., relax_pipeline=...)`."""
+
+    @tvm.transform.module_pass(opt_level=0, name="AttnRewriteSchedules")
+    def run(module: Any, _: Any) -> Any:
+        return lowering(tvm.target.Target.current())(schedule(module, profile).module)
+
+    return run
+
+
 def build(module: Any, profile: Profile) -> Any:
     """A scheduled module compiled for the processor it was scheduled for."""
     target = tvm.target.Target(dict(profile.target))
@@ -31,13 +42,10 @@ def build(module: Any, profile: Profile) -> Any:
 
 def lowering(target: Any) -> Any:
     """The passes of TVM's default pipeline for CPUs, which leave kernels alone and compile everything else."""
-    from tvm.relax.backend.cpu_generic import pipeline
-
-    return tvm.transform.Sequential(
-        [
-            *pipeline.library_dispatch_passes(target),
-            *pipeline.legalize_passes(target),
-            *pipeline.dataflow_lower_passes(target),
-            *pipeline.finalize_passes(target),
-        ]
+    passes = (
+        cpu_generic.library_dispatch_passes(target),
+        cpu_generic.legalize_passes(target),
+        cpu_generic.dataflow_lower_passes(target),
+        cpu_generic.finalize_passes(target),
     )
+    return tvm.transform.Sequential([each for group in passes for each in group])
