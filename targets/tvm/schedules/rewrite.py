@@ -72,6 +72,8 @@ def _choose(call: Call, rules: Sequence[Rule], profile: Profile) -> tuple[str, K
         return FALLBACK, None
     if not is_float(call.var):
         return FALLBACK, Refusal("dtype", f"is {call.var.ty.dtype} or of unknown shape")
+    if 0 in shape(call.var):
+        return FALLBACK, Refusal("empty", "has no elements")
     reasons = []
     for rule in rules:
         outcome = rule.apply(call, profile)

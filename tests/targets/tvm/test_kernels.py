@@ -5,6 +5,7 @@ A case is a Relax function of one operator and what follows it, scheduled, compi
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,10 +23,12 @@ from attnrewrite.targets.tvm.schedules.cpu import (
     vectors,
 )
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
-from attnrewrite.targets.tvm.schedules.profile import profile
+from attnrewrite.targets.tvm.schedules.profile import Profile, profile
 
 DRAWN = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 HOST = profile("host")
+# The widths, tiles and lanes of other instruction sets, compiled for this machine.
+PROCESSORS = [HOST, *(replace(profile(name), target=HOST.target) for name in ("cortex-a76", "haswell"))]
 Shape = tuple[int, ...]
 
 
@@ -35,7 +38,10 @@ def values(*shapes: Shape, scale: float = 1.0) -> list[np.ndarray]:
 
 
 def scheduled(
-    inputs: list[np.ndarray], body: Callable[..., object], weights: list[np.ndarray] | None = None
+    inputs: list[np.ndarray],
+    body: Callable[..., object],
+    weights: list[np.ndarray] | None = None,
+    processor: Profile = HOST,
 ) -> tuple[list[str], Callable[[], np.ndarray]]:
     """The rules that took the values of `body`(inputs..., weights...), and a call of what was compiled."""
     builder = relax.BlockBuilder()
@@ -45,8 +51,8 @@ def scheduled(
             found = builder.emit(body(*parameters, *map(relax.const, weights or [])))
             result = builder.emit_output(found)
         builder.emit_func_output(result)
-    made = pipeline.schedule(builder.get(), HOST)
-    machine = relax.VirtualMachine(pipeline.build(made.module, HOST), tvm.cpu())
+    made = pipeline.schedule(builder.get(), processor)
+    machine = relax.VirtualMachine(pipeline.build(made.module, processor), tvm.cpu())
     return [each.rule for each in made.decisions], lambda: machine["main"](*map(tvm.runtime.tensor, inputs)).numpy()
 
 
@@ -72,19 +78,23 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 sizes = st.integers(1, 70)
+processors = st.sampled_from(PROCESSORS)
 images = st.tuples(st.integers(5, 19), st.integers(5, 19))
 scales = st.sampled_from([1e-18, 1.0, 1e15])
 
 
 @DRAWN
-@given(batch=st.integers(1, 3), rows=sizes, depth=sizes, columns=sizes, scale=scales)
-def test_product_with_weights_bias_and_residual(batch: int, rows: int, depth: int, columns: int, scale: float) -> None:
+@given(batch=st.integers(1, 3), rows=sizes, depth=sizes, columns=sizes, scale=scales, processor=processors)
+def test_product_with_weights_bias_and_residual(
+    batch: int, rows: int, depth: int, columns: int, scale: float, processor: Profile
+) -> None:
     x, residual = values((batch, rows, depth), (batch, rows, columns), scale=scale)
     weight, bias = values((depth, columns), (columns,))
     rules, run = scheduled(
         [x, residual],
         lambda x, r, w, b: relax.op.add(r, relax.op.add(relax.op.matmul(x, w), b)),
         [weight, bias],
+        processor,
     )
     assert rules == ["matmul"]
     first, second, third, fourth = wide(x, weight, bias, residual)
@@ -123,11 +133,12 @@ def test_product_of_two_tensors(batch: int, heads: int, rows: int, depth: int, c
 @DRAWN
 @given(
     batch=st.integers(1, 2), heads=st.integers(1, 3), queries=sizes, keys=st.integers(1, 1300), 
-    channels=st.integers(1, 40), masked=st.booleans(), scale=st.sampled_from([1e-6, 1.0, 30.0]),
+    channels=st.integers(1, 40), masked=st.booleans(), scale=st.sampled_from([1e-6, 1.0, 30.0]), processor=processors,
 )  # fmt: skip
 def test_attention_in_one_kernel(
-    batch: int, heads: int, queries: int, keys: int, channels: int, masked: bool, scale: float
-) -> None:
+    batch: int, heads: int, queries: int, keys: int, channels: int, masked: bool, scale: float,
+    processor: Profile,
+) -> None:  # fmt: skip
     q, k, v = values((batch, heads, queries, channels), *2 * ((batch, heads, keys, channels),), scale=scale)
     mask = np.where(np.arange(keys) % 3 == 1, -np.inf, 0).astype(np.float32) if masked else np.zeros(keys, np.float32)
 
@@ -136,7 +147,7 @@ def test_attention_in_one_kernel(
         mixed = relax.op.matmul(relax.op.nn.softmax(relax.op.add(scores, mask)), v)
         return relax.op.reshape(relax.op.permute_dims(mixed, (0, 2, 1, 3)), (batch, queries, heads * channels))
 
-    rules, run = scheduled([q, k, v], attention, [mask])
+    rules, run = scheduled([q, k, v], attention, [mask], processor)
     assert rules == ["attention"]
     first, second, third = wide(q, k, v)
     scores = np.float64(np.float32(0.7)) * first @ second.swapaxes(2, 3) + mask

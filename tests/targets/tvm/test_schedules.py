@@ -75,11 +75,9 @@ def test_probabilities_that_are_read_elsewhere_are_computed() -> None:
     assert sorted(each.rule for each in made.operators) == ["matmul", "matmul", "softmax"]
 
 
-def test_deit_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("timm")
+def test_deit_tiny() -> None:
     import_torchvision()
-    import timm
-
+    timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     made = lowered(timm.create_model("deit_tiny_patch16_224", depth=2), (torch.randn(1, 3, 224, 224),))
     assert left(made) == {}
