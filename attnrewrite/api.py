@@ -152,15 +152,18 @@ def lower(
     example_inputs: tuple[Tensor, ...] | None = None,
     force: bool = False,
     threads: int | None = None,
+    layout: str | None = None,
     **how: Any,
 ) -> Artifact:
     """Compile a model for a target into the new folder `out`, checked against the model on the same input.
 
+    `layout` is how its tensors lie, for a target that has several: coreml-npu has "engine" (its default) and "as-is".
+
     Raises:
-        InputError: unknown target, or one that cannot build here; the folder exists.
+        InputError: unknown target or layout, or one that cannot build here; the folder exists.
         CheckFailedError: the artifact does not agree with the model; nothing is left behind.
     """
-    chosen = get_target(target)
+    chosen = get_target(target) if layout is None else get_target(target).with_layout(layout)
     loaded = _load(source, example_inputs, **how)
     inputs = tuple(t[:1] for t in loaded.example_inputs) if _fixed_batch(loaded) is None else loaded.example_inputs
     with staged(Path(out), force=force) as folder:

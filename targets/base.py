@@ -109,6 +109,10 @@ class Target:
         """The module in every runtime of this target, ready to be timed on `threads` threads where this machine can."""
         raise NotImplementedError
 
+    def with_layout(self, layout: str) -> "Target":
+        """This target with its tensors laid out as `layout` says. InputError where it has but one layout."""
+        raise InputError(f"target {self.name!r} has one layout: leave --layout {layout} out")
+
     def require_build(self) -> None:
         """Do nothing where this machine can build for the target.
 

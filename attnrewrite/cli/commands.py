@@ -120,6 +120,9 @@ def lower(
     why: Annotated[
         bool, typer.Option("--explain", help="Say which schedule took which operators, and why others were left.")
     ] = False,
+    layout: Annotated[
+        str | None, typer.Option(metavar="engine|as-is", help="How tensors lie, for coreml-npu.", show_default=False)
+    ] = None,
 ) -> Outcome:
     """Lower a model for a target and check the artifact against the model.
 
@@ -131,11 +134,12 @@ def lower(
     out = output.out
     check_free(out, force=output.force)
     check_apart(out, _paths(source, model.checkpoint))
-    get_target(target).require_build()
+    chosen = get_target(target) if layout is None else get_target(target).with_layout(layout)
+    chosen.require_build()
     loaded = _load(source, model, run)
     if run.dry_run:
         return _would(f"lower {source} for {target} to {out}", source=source, target=target, out=str(out))
-    artifact = api.lower(loaded, target, out, force=output.force, threads=run.execution.threads)
+    artifact = api.lower(loaded, target, out, force=output.force, threads=run.execution.threads, layout=layout)
     data = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(artifact).items()}
     made = f"{artifact.path}: {', '.join(artifact.files)} (checked: {artifact.check})"
     if not why:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnrewrite.cli.app import command
+from attnrewrite.cli.engine import explain_package, is_package
 from attnrewrite.cli.options import ModelOptions, Original, RunOptions, SourceName
 from attnrewrite.cli.output import Outcome, table
 from attnrewrite.errors import InputError, Refusal
@@ -45,7 +46,12 @@ def explain(
 
     With --image and --maps, a folder that convert wrote is shown beside the model it was made from. That is loaded as
     the folder's report says where you wrote the folder on this machine; else name it with --original.
+    A Core ML package is held against the rules of the Neural Engine instead.
     """
+    if is_package(source):
+        if graph or image or maps or original:
+            raise InputError("--graph, --image, --maps and --original are for models, not packages: leave them out")
+        return explain_package(source)
     _check_pages(graph, image, maps, force=force)
     if original is not None and maps is None:
         raise InputError(f"--original {original} is what --image and --maps show a converted folder beside: give both")

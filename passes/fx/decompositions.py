@@ -3,8 +3,8 @@
 TVM's importer drops attention's explicit scale in silence, refuses masks of bool, other ranks than 2 and 4 and grouped
 queries, makes a gather of a select, and can fill neither a mask nor an integer tensor; its schedules for GPUs add to a
 product over a single element what is added to it once more; coremltools takes every gelu for the exact one, makes
-twenty gathers of a roll, and has no alias and no where on numbers. Shapes are fixed by then, so that a tensor like
-another is a constant.
+twenty gathers of a roll, and has no alias, no where on numbers, no bicubic resize, no scatter between types and no
+one_hot of int64. Shapes are fixed by then, so that a tensor like another is a constant.
 """
 
 import math
@@ -136,14 +136,69 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left * right if min(left.dim(), right.dim()) > 1 and left.shape[-1] == 1 else NotImplemented
 
 
+def _one_hot(places: Tensor, classes: int = -1) -> Tensor:
+    if classes < 0:
+        return NotImplemented
+    return (places.unsqueeze(-1) == torch.arange(classes, device=places.device)).to(torch.int64)
+
+
 def _select(x: Tensor, dim: int, index: int) -> Tensor:
     return x.narrow(dim, index % x.shape[dim], 1).squeeze(dim)
+
+
+def _select_scatter(x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
+    return _slice_scatter(x, source.unsqueeze(dim), dim, index % x.shape[dim], index % x.shape[dim] + 1)
+
+
+def _slice_scatter(
+    x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    if step != 1:
+        return NotImplemented
+    first, last, _ = slice(start, end).indices(x.shape[dim])
+    parts = [x.narrow(dim, 0, first), source.to(x.dtype), x.narrow(dim, last, x.shape[dim] - last)]
+    return torch.cat([part for part in parts if part.shape[dim]], dim)
+
+
+def _bicubic(
+    x: Tensor, output_size: Sequence[int] | None, align_corners: bool, scale_factors: Sequence[float] | None = None
+) -> Tensor:
+    if output_size is None:
+        assert scale_factors is not None
+        output_size = [int(size * factor) for size, factor in zip(x.shape[2:], scale_factors, strict=True)]
+    steps = [None if scale_factors is None else 1 / factor for factor in scale_factors or (1.0, 1.0)]
+    rows, columns = (
+        _cubic_weights(x, given, made, align_corners, step)
+        for given, made, step in zip(x.shape[2:], output_size, steps, strict=True)
+    )
+    return rows @ x @ columns.T
+
+
+def _cubic_weights(x: Tensor, given: int, made: int, align_corners: bool, step: float | None) -> Tensor:
+    """What each of `made` places takes of each of `given` ones: Keys' kernel, a = -0.75, edges repeated."""
+    places = torch.arange(made, dtype=x.dtype, device=x.device)
+    if align_corners:
+        places = places * ((given - 1) / (made - 1) if made > 1 else 0.0)
+    else:
+        places = (places + 0.5) * (given / made if step is None else step) - 0.5
+    left = places.floor()
+    numbers = torch.arange(given, dtype=x.dtype, device=x.device)
+    weights = torch.zeros((made, given), dtype=x.dtype, device=x.device)
+    for neighbour in (-1, 0, 1, 2):
+        distance = (places - left - neighbour).abs()
+        near = (1.25 * distance - 2.25) * distance * distance + 1
+        far = ((-0.75 * distance + 3.75) * distance - 6) * distance + 3
+        weight = near if neighbour in (0, 1) else far
+        taken = (left + neighbour).clamp(0, given - 1)
+        weights = weights + weight[:, None] * (taken[:, None] == numbers).to(x.dtype)
+    return weights
 
 
 # what compilers are not given
 WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     aten.scaled_dot_product_attention.default: _attention,
     aten.roll.default: _roll,
+    aten.one_hot.default: _one_hot,
     aten.alias.default: _alias,
     aten.bmm.default: _product,
     aten.conv2d.padding: _convolution,
@@ -156,6 +211,9 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     aten.new_zeros.default: lambda x, size, **options: _new_full(x, size, 0, options.get("dtype")),
     aten.ones_like.default: lambda x, **options: _full_like(x, 1, options.get("dtype")),
     aten.select.int: _select,
+    aten.select_scatter.default: _select_scatter,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.upsample_bicubic2d.vec: _bicubic,
     aten.zeros_like.default: lambda x, **options: _full_like(x, 0, options.get("dtype")),
     aten.where.Scalar: _where,
     aten.where.ScalarOther: _where,

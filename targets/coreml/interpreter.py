@@ -1,10 +1,16 @@
-"""Runs a saved Core ML package operator by operator in torch, as Core ML itself predicts on a Mac or iPhone only.
+"""Runs a Core ML package operator by operator in torch, as Core ML itself predicts on a Mac or iPhone only.
+
+    program = load(Path("model.mlpackage"))
+    interpret(program, {"x": image}).outputs       # in the precision that the program declares
+    print(diagnose(program, {"x": image}).worst)   # where float16 costs most, and what it costs in the end
 
 Every operator is computed in float32 and its result rounded to the type that the program declares for it, so that
-float16 storage and its overflows are seen. How a device accumulates inside an operator is not: it may round more.
+float16 storage and its overflows are seen. How a device accumulates inside an operator is not: it may round more. A
+program that coremltools holds in memory (`ct.convert(..., convert_to="milinternal")`) is taken as well.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +20,12 @@ import torch
 from torch import Tensor
 
 from attnrewrite.errors import InputError
-from attnrewrite.targets.coreml import movement, operators
-from attnrewrite.targets.coreml.operators import DTYPES
+from attnrewrite.targets.coreml.operators import arithmetic, movement
+from attnrewrite.targets.coreml.operators.arithmetic import DTYPES
 
-OPERATORS = {**operators.OPERATORS, **movement.OPERATORS}
+SMALLEST_NORMAL = 2.0**-14  # of float16
+_EXACT = 80.0  # dB: what rounding a value to float16 leaves is some 75
+OPERATORS = {**arithmetic.OPERATORS, **movement.OPERATORS}
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,38 @@ class Interpretation:
 
     outputs: Mapping[str, Tensor]
     overflowed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OperatorError:
+    """One operator in the declared precision against float32. `snr` is in dB, of what has gathered up to it.
+
+    `loss` is how far its snr lies below that of its worst operand; `denormal` the share of its values, from 0 to 1,
+    that are not zero and below float16's smallest normal number, where devices flush to zero.
+    """
+
+    name: str
+    kind: str
+    snr: float
+    loss: float
+    max_abs_error: float
+    overflowed: bool
+    denormal: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the declared precision costs. `snr` (dB) and `argmax` (the share of rows that agree) are by output."""
+
+    operators: tuple[OperatorError, ...]
+    snr: Mapping[str, float]
+    argmax: Mapping[str, float]
+
+    @property
+    def worst(self) -> OperatorError | None:
+        """The first operator that overflows, else the one that loses most; None where nothing is computed."""
+        overflows = (each for each in self.operators if each.overflowed)
+        return next(overflows, None) or max(self.operators, key=lambda each: each.loss, default=None)
 
 
 def load(package: Path) -> Any:
@@ -39,28 +79,104 @@ def load(package: Path) -> Any:
 
 
 @torch.inference_mode()
-def interpret(program: Any, inputs: Mapping[str, Tensor]) -> Interpretation:
-    """Run the main function of `program` on inputs by name.
+def interpret(program: Any, inputs: Mapping[str, Tensor], *, rounded: bool = True) -> Interpretation:
+    """Run the main function of `program`: as declared, or all in float32 where not `rounded`.
 
     Raises:
-        InputError: the program holds an operator that is not known here, which is named.
+        InputError: an operator is not known here; it is named.
     """
+    outputs: dict[str, Tensor] = {}
+    overflowed = []
+    names = {variable.name for variable in program.functions["main"].outputs}
+    for operation, results, kept in _steps(program, inputs, rounded):
+        outputs |= {name: value for name, value in kept.items() if name in names}
+        if any(_overflows(result, value) for result, value in zip(results, kept.values(), strict=True)):
+            overflowed.append(operation.name)
+    given = {name: tensor.float() for name, tensor in inputs.items() if name in names}
+    ordered = {variable.name: (given | outputs)[variable.name] for variable in program.functions["main"].outputs}
+    return Interpretation(ordered, tuple(overflowed))
+
+
+@torch.inference_mode()
+def diagnose(program: Any, inputs: Mapping[str, Tensor]) -> Diagnosis:
+    """Run `program` as declared beside float32, and compare them operator by operator. Raises as `interpret` does."""
+    names = {variable.name for variable in program.functions["main"].outputs}
+    snr: dict[str, float] = {}
+    argmax: dict[str, float] = {}
+    operators = []
+    for (operation, results, found), (_, _, exact) in zip(
+        _steps(program, inputs, True), _steps(program, inputs, False), strict=True
+    ):
+        for name, value in found.items():
+            snr[name] = _snr(value, exact[name])
+            if name in names and value.dim():
+                argmax[name] = float((value.argmax(-1) == exact[name].argmax(-1)).float().mean())
+        operators.append(_operator_error(operation, results, found, exact, snr))
+    return Diagnosis(tuple(operators), {name: snr[name] for name in names if name in snr}, argmax)
+
+
+def _operator_error(
+    operation: Any,
+    results: list[Tensor],
+    found: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    snr: dict[str, float],
+) -> OperatorError:
+    given = [
+        each
+        for value in operation.inputs.values()
+        for each in (value if isinstance(value, (list, tuple)) else (value,))
+    ]
+    before = min((snr[each.name] for each in given if each is not None and each.name in snr), default=math.inf)
+    own = min(snr[name] for name in found)
+    values = [value for value in found.values() if value.is_floating_point()]
+    small = sum(int(((value != 0) & (value.abs() < SMALLEST_NORMAL)).sum()) for value in values)
+    return OperatorError(
+        operation.name,
+        operation.op_type,
+        own,
+        0.0 if own == math.inf else min(before, _EXACT) - own,
+        max(
+            (float((found[name].float() - exact[name].float()).abs().max()) for name in found if found[name].numel()),
+            default=0.0,
+        ),
+        any(_overflows(result, value) for result, value in zip(results, found.values(), strict=True)),
+        small / max(sum(value.numel() for value in values), 1),
+    )
+
+
+def _snr(found: Tensor, exact: Tensor) -> float:
+    """Signal to noise in dB: infinite where they are equal."""
+    noise = (found.double() - exact.double()).square().sum()
+    signal = exact.double().square().sum()
+    if not noise.isfinite():
+        return -math.inf
+    return math.inf if noise == 0 else float(10 * torch.log10(signal / noise))
+
+
+def _overflows(result: Tensor, rounded: Tensor) -> bool:
+    return rounded.is_floating_point() and bool((rounded.isinf() & result.isfinite()).any())
+
+
+def _steps(
+    program: Any, inputs: Mapping[str, Tensor], rounded: bool
+) -> Iterator[tuple[Any, list[Tensor], dict[str, Tensor]]]:
+    """Every operator in turn: its results in float32, and by name as they are kept. A value is held to its last use."""
     function = program.functions["main"]
     last_use = _last_uses(function)
     values: dict[str, Any] = {name: tensor.float() for name, tensor in inputs.items()}
-    overflowed = []
     for position, operation in enumerate(function.operations):
         if operation.op_type == "const":
             continue
         results = _apply(operation, values)
-        for variable, result in zip(operation.outputs, results, strict=True):
-            rounded = _round(result, DTYPES[_dtype(variable)])
-            if rounded.is_floating_point() and bool((rounded.isinf() & result.isfinite()).any()):
-                overflowed.append(operation.name)
-            values[variable.name] = rounded
+        kept = {
+            variable.name: _round(result, DTYPES[_dtype(variable)], rounded)
+            for variable, result in zip(operation.outputs, results, strict=True)
+        }
+        values |= kept
+        yield operation, results, kept
         for name in [name for name in values if last_use.get(name) == position]:
             del values[name]
-    return Interpretation({variable.name: values[variable.name] for variable in function.outputs}, tuple(overflowed))
 
 
 def _apply(operation: Any, values: Mapping[str, Any]) -> list[Tensor]:
@@ -91,10 +207,10 @@ def _constant(value: Any) -> Any:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _round(result: Tensor, declared: torch.dtype) -> Tensor:
+def _round(result: Tensor, declared: torch.dtype, rounded: bool) -> Tensor:
     if not declared.is_floating_point:
         return result.to(declared)
-    return result.half().float() if declared == torch.float16 else result.float()
+    return result.half().float() if rounded and declared == torch.float16 else result.float()
 
 
 def _dtype(variable: Any) -> str:

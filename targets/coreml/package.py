@@ -11,15 +11,17 @@ from typing import Any
 from torch.export import ExportedProgram
 
 from attnrewrite.errors import InputError, first_line
+from attnrewrite.targets.coreml.pipeline import pipeline
 
 
-def convert(program: ExportedProgram, folder: Path, precision: str) -> Path:
-    """The program as a package in `folder`, computing in `precision` (FLOAT16 or FLOAT32).
+def convert(program: ExportedProgram, folder: Path, precision: str, layout: str = "engine") -> Path:
+    """The program as a package in `folder`, computing in `precision` (FLOAT16 or FLOAT32), laid out as `pipeline` says.
 
     Raises:
-        InputError: coremltools cannot convert it.
+        InputError: coremltools cannot convert it; there is no such layout.
     """
     package = folder / "model.mlpackage"
+    edited = pipeline(layout)
     try:
         with quiet():
             import coremltools as ct
@@ -30,6 +32,7 @@ def convert(program: ExportedProgram, folder: Path, precision: str) -> Path:
                 minimum_deployment_target=ct.target.iOS17,
                 compute_precision=ct.precision[precision],
                 compute_units=ct.ComputeUnit.CPU_AND_NE,
+                pass_pipeline=edited,
                 skip_model_load=True,
             ).save(str(package))
     except Exception as error:
@@ -46,7 +49,7 @@ def loaded(package: Path) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep coremltools' progress bars and remarks on versions from the terminal; errors still come as exceptions."""
+    """Keeps coremltools' progress bars and remarks on versions from the terminal; errors still come as exceptions."""
     logger = logging.getLogger("coremltools")
     level = logger.level
     logger.setLevel(logging.ERROR)

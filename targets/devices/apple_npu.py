@@ -2,26 +2,31 @@
 
 import platform
 import tempfile
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import AttnRewriteError, CheckFailedError, Refusal
+from attnrewrite.errors import AttnRewriteError, Refusal, unknown_name
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target, size_bytes
-from attnrewrite.targets.coreml import interpreter as mil_interpreter
-from attnrewrite.targets.coreml import package
+from attnrewrite.targets.coreml import lowering, package
+from attnrewrite.targets.coreml.pipeline import LAYOUTS
 from attnrewrite.targets.prepare import arrays, canonical, reference, specialise, widened
 
 NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone only")
 
 
+@dataclass(frozen=True)
 class CoreMLNpu(Target):
-    """A float16 `.mlpackage`, checked operator by operator with every result rounded as the program declares it."""
+    """A float16 `.mlpackage`, checked operator by operator with every result rounded as the program declares it.
+
+    `layout` is "engine", for the Neural Engine, or "as-is", the exporter's own.
+    """
+
+    layout: str = "engine"
 
     name = "coreml-npu"
     summary = "Apple's Neural Engine: Core ML ML Program (iOS 17, macOS 14), float16"
@@ -33,27 +38,28 @@ class CoreMLNpu(Target):
         on_mac = platform.system() == "Darwin"
         return Availability(build=None, measure=None if on_mac else NOT_MEASURED)
 
+    def with_layout(self, layout: str) -> Target:
+        if layout not in LAYOUTS:
+            raise unknown_name("layout", layout, LAYOUTS)
+        return replace(self, layout=layout)
+
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
         wide = widened(module, example_inputs)
         inputs, notes = _as_core_ml_takes(wide.inputs)
-        program, expected = canonical(specialise(wide.module, inputs)), reference(wide.module, wide.inputs)
-        subject = f"{name} for {self.name}"
-        with tempfile.TemporaryDirectory() as folder:
-            # The same conversion without float16, whose rounding would hide a small mistake of the converter.
-            in_float32 = package.convert(program, Path(folder), "FLOAT32")
-            exact = _check(f"{subject} as float32", in_float32, inputs, expected, check.FLOAT32)
-        agreement = _check(subject, package.convert(program, out, "FLOAT16"), inputs, expected, check.FLOAT16)
-        how = f"MIL program interpreted with float16 rounding; in float32 it is within {exact.max_abs_error:.2g}"
+        expected = reference(wide.module, wide.inputs)
+        program = specialise(wide.module, inputs)
+        made = lowering.lower(f"{name} for {self.name}", program, inputs, expected, out, self.layout)
+        how = f"MIL program interpreted with float16 rounding; in float32 it is within {made.float32.max_abs_error:.2g}"
         return self.artifact(
             name,
             out,
-            agreement,
+            made.float16,
             check=how,
             schedule="Core ML's own",
-            notes=(*notes, *wide.notes),
+            notes=(*notes, *wide.notes, f"layout {self.layout}: {made.engine.sentence()}"),
             inputs=arrays(inputs),
             outputs=expected,
         )
@@ -65,7 +71,7 @@ class CoreMLNpu(Target):
         if reason is not None:
             return (Run.refused("core ml", reason),)
         try:
-            return (_predictor(f"{name} in Core ML", module, example_inputs),)
+            return (_predictor(f"{name} in Core ML", module, example_inputs, self.layout),)
         except AttnRewriteError as error:
             return (Run.refused("core ml", Refusal("failed", str(error))),)
 
@@ -81,28 +87,12 @@ def _as_core_ml_takes(inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], t
     return given, (f"takes int32 for input {names}",) if names else ()
 
 
-def _check(
-    subject: str, path: Path, inputs: tuple[Tensor, ...], expected: Sequence[np.ndarray], relative: float
-) -> check.Agreement:
-    """The interpreted package against the module's outputs."""
-    with package.quiet():
-        program = mil_interpreter.load(path)
-    names = program.functions["main"].inputs
-    result = mil_interpreter.interpret(program, dict(zip(names, inputs, strict=True)))
-    try:
-        return check.agree(subject, arrays(tuple(result.outputs.values())), expected, relative)
-    except CheckFailedError as error:
-        if not result.overflowed:
-            raise
-        raise CheckFailedError(f"{error}; float16 overflows first in {result.overflowed[0]!r}") from error
-
-
-def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> Run:
+def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...], layout: str) -> Run:
     """The module run by Core ML itself."""
     wide = widened(module, inputs)
     taken, _ = _as_core_ml_takes(wide.inputs)
     with tempfile.TemporaryDirectory() as folder:
-        path = package.convert(canonical(specialise(wide.module, taken)), Path(folder), "FLOAT16")
+        path = package.convert(canonical(specialise(wide.module, taken)), Path(folder), "FLOAT16", layout)
         size = size_bytes(path)
         model = package.loaded(path)
     spec = model.get_spec().description

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from tiny_vits import tiny_vit
 from torch import nn
 
 import attnrewrite as ar
-from attnrewrite.errors import AttnRewriteError, CheckFailedError
+from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import BUILT_IN, get_target
 from attnrewrite.targets.coreml import interpreter as mil_interpreter
@@ -170,6 +171,28 @@ def test_on_a_mac_core_ml_itself_is_run(monkeypatch: pytest.MonkeyPatch) -> None
     assert run.reason is None
     assert 0 < run.max_abs_error < check.FLOAT16 * float(model(*inputs).abs().max())
     assert next(iter(run.call().values())).shape == (1, 10)
+
+
+def test_the_layout_for_the_engine_takes_away_transposes_and_the_exporters_is_to_be_had(tmp_path: Path) -> None:
+    target_or_skip("coreml-npu")
+    model, inputs = tiny_vit("softmax", depth=1)
+    transposes = {}
+    for layout in ("engine", "as-is"):
+        made = ar.lower(model, "coreml-npu", tmp_path / layout, example_inputs=inputs, layout=layout)
+        note = made.notes[-1]
+        assert note.startswith(f"layout {layout}: by known rules ")
+        transposes[layout] = int(re.search(r"(\d+) transposes", note)[1])
+    assert transposes["engine"] <= 1 < transposes["as-is"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "why"),
+    [("coreml-npu", "asis", "did you mean 'as-is'"), ("host", "engine", "'host' has one layout")],
+)
+def test_layouts_that_a_target_has_not(name: str, layout: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=why):
+        ar.lower(nn.Identity(), name, tmp_path / "out", example_inputs=(torch.ones(1),), layout=layout)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_gpus_launches_name_every_kernel_of_its_source(tmp_path: Path) -> None:

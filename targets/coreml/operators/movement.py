@@ -1,7 +1,4 @@
-"""Core ML's operators that move data: shapes, slices, gathers, resampling.
-
-They are called as those of `operators` are.
-"""
+"""Core ML's operators that move data: shapes, slices, gathers, resampling. Called as those of arithmetic are."""
 
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +78,11 @@ def pad(x: Tensor, pad: Tensor, mode: str, constant_val: Tensor) -> Tensor:
     return F.pad(x, pairs, mode)
 
 
+def crop(x: Tensor, crop_height: Tensor, crop_width: Tensor) -> Tensor:
+    (top, bottom), (left, right) = crop_height.tolist(), crop_width.tolist()
+    return x[..., top : x.shape[-2] - bottom, left : x.shape[-1] - right]
+
+
 def reverse(x: Tensor, axes: Tensor | None = None) -> Tensor:
     return x.flip(list(range(x.dim())) if axes is None else axes.tolist())
 
@@ -140,6 +142,7 @@ _FUNCTIONS = (
     split,
     slice_by_index,
     pad,
+    crop,
     reverse,
     tile,
     gather,

@@ -57,6 +57,7 @@ _BINARY = {
     "logical_xor": torch.logical_xor,
     "maximum": torch.maximum,
     "minimum": torch.minimum,
+    "mod": torch.remainder,
     "mul": torch.mul,
     "not_equal": torch.ne,
     "pow": torch.pow,
@@ -72,6 +73,20 @@ _REDUCTIONS: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
     "reduce_min": lambda x, axes, keep: x.amin(axes, keep),
     "reduce_sum": lambda x, axes, keep: x.sum(axes, keep),
 }
+
+ELEMENTWISE = (
+    *_UNARY,
+    *_BINARY,
+    "clip",
+    "elu",
+    "gelu",
+    "leaky_relu",
+    "linear_activation",
+    "log",
+    "rsqrt",
+    "sigmoid_hard",
+)
+REDUCTIONS = tuple(_REDUCTIONS)
 
 
 def _axes(axes: Tensor | None, x: Tensor) -> list[int]:
@@ -127,6 +142,14 @@ def thresholded_relu(x: Tensor, alpha: Tensor) -> Tensor:
     return torch.where(x >= alpha, x, 0)
 
 
+def reduce_argmax(x: Tensor, axis: Tensor, keep_dims: Tensor, output_dtype: str | None = None) -> Tensor:
+    return x.argmax(int(axis), bool(keep_dims))
+
+
+def reduce_argmin(x: Tensor, axis: Tensor, keep_dims: Tensor, output_dtype: str | None = None) -> Tensor:
+    return x.argmin(int(axis), bool(keep_dims))
+
+
 def softmax(x: Tensor, axis: Tensor) -> Tensor:
     return torch.softmax(x, int(axis))
 
@@ -149,6 +172,10 @@ def matmul(x: Tensor, y: Tensor, transpose_x: Tensor, transpose_y: Tensor) -> Te
     return x @ (y.transpose(-1, -2) if bool(transpose_y) else y)
 
 
+def einsum(values: list[Tensor], equation: str) -> Tensor:
+    return torch.einsum(equation, *values)
+
+
 def conv(
     x: Tensor,
     weight: Tensor,
@@ -163,6 +190,29 @@ def conv(
     x = F.pad(x, _padding(x, pad_type, pad, window, strides, dilations))
     convolve = (F.conv1d, F.conv2d, F.conv3d)[len(window) - 1]
     return convolve(x, weight, bias, strides.tolist(), 0, dilations.tolist(), int(groups))
+
+
+def conv_transpose(
+    x: Tensor,
+    weight: Tensor,
+    strides: Tensor,
+    pad_type: str,
+    dilations: Tensor,
+    groups: Tensor,
+    pad: Tensor | None = None,
+    bias: Tensor | None = None,
+    output_shape: Tensor | None = None,
+) -> Tensor:
+    window = weight.shape[2:]
+    spread = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(window) - 1]
+    whole = spread(x, weight, bias, strides.tolist(), 0, 0, int(groups), dilations.tolist())
+    before = [0] * len(window) if pad is None or pad_type != "custom" else pad.tolist()[::2]
+    after = [0] * len(window) if pad is None or pad_type != "custom" else pad.tolist()[1::2]
+    for axis, (first, last) in enumerate(zip(before, after, strict=True), start=2):
+        size = whole.shape[axis] - first - last if output_shape is None else int(output_shape[axis])
+        whole = F.pad(whole.movedim(axis, -1), (0, max(first + size - whole.shape[axis], 0))).movedim(-1, axis)
+        whole = whole.narrow(axis, first, size)
+    return whole
 
 
 def avg_pool(
@@ -251,11 +301,15 @@ _FUNCTIONS = (
     sigmoid_hard,
     threshold,
     thresholded_relu,
+    reduce_argmax,
+    reduce_argmin,
     softmax,
     cast,
     linear,
     matmul,
+    einsum,
     conv,
+    conv_transpose,
     avg_pool,
     max_pool,
     layer_norm,

@@ -1,0 +1,242 @@
+"""Which models become a Core ML package that the interpreter confirms, and why the others do not.
+
+    python benchmarks/coreml_zoo.py [--models NAME ...] [--zoo FOLDER] [--layouts as-is engine] [--results FILE]
+
+Every model of the detection benchmark, or of `FOLDER/zoo.py` (a dictionary REG and build(name)), is lowered as it is
+and with its attention converted. A row goes to the results file as soon as it is known, and what is in the file is not
+done again; progress goes to standard error. A model that crashes or hangs costs its own row alone. With the layouts
+as-is and engine, the table shows what the layout gains by the rules of the Neural Engine.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import zoo
+from torch import Tensor, nn
+
+from attnrewrite import api
+from attnrewrite.conversion.convert import deployed
+from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, NothingMatchedError, first_line
+from attnrewrite.targets.coreml.lowering import lower
+from attnrewrite.targets.coreml.pipeline import LAYOUTS
+from attnrewrite.targets.prepare import reference, specialise
+
+VARIANT = "l1:approximate=true"  # the published form, also where it must leave out a mask or a bias
+FORMS = ("original", "converted")
+SHARED = ("coremltools", "timm", "torchvision", "transformers", "vit_pytorch")
+OURS = ("confirmed", "refused", "wrong", "failed")  # what a lowering can come to
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a row is of."""
+
+    model: str
+    form: str
+    layout: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model in one form and layout. Errors are the largest differences to the module, over the most allowed.
+
+    `status`: confirmed; refused (an operator is not supported, and named); wrong (the package disagrees); failed (it
+    crashed or took too long); and what is no fault of the lowering: not exported (torch.export fails), not converted
+    (no attention that the variant takes). `multiply_adds` and `operators` are the shares that the rules leave on the
+    Neural Engine.
+    """
+
+    model: str
+    form: str
+    layout: str
+    status: str
+    reason: str = ""
+    float32: float | None = None
+    float16: float | None = None
+    multiply_adds: float | None = None
+    operators: float | None = None
+    transposes: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def task(self) -> Task:
+        return Task(self.model, self.form, self.layout)
+
+
+def measure(task: Task, variant: str, folder: Path | None) -> Row:
+    """Build, convert where asked, lower and check one model."""
+    row = partial(Row, **asdict(task))
+    try:
+        module, inputs = subject(builder(folder)[1], task.model, task.form, variant)
+    except (NothingMatchedError, CheckFailedError, InputError) as error:
+        return row(status="not converted", reason=first_line(error))
+    try:
+        program = specialise(module, inputs)
+    except InputError as error:
+        return row(status="not exported", reason=first_line(error))
+    with tempfile.TemporaryDirectory() as out:
+        try:
+            made = lower(task.model, program, inputs, reference(module, inputs), Path(out), task.layout)
+        except CheckFailedError as error:
+            return row(status="wrong", reason=str(error))
+        except AttnRewriteError as error:
+            return row(status="refused", reason=str(error))
+    multiply_adds, operators = made.engine.staying()
+    return row(
+        status="confirmed",
+        float32=made.float32.max_abs_error / made.float32.tolerance,
+        float16=made.float16.max_abs_error / made.float16.tolerance,
+        multiply_adds=multiply_adds, operators=operators, transposes=len(made.engine.breaking("transpose")),
+    )  # fmt: skip
+
+
+def subject(build: Callable[[str], Any], name: str, form: str, variant: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The module of one form, and a single image for it."""
+    model, inputs = build(name)
+    if form == "converted":
+        kind, _, options = variant.partition(":")
+        chosen = dict(option.split("=", 1) for option in options.split(",") if option)
+        model = deployed(api.convert(model, inputs, variant=kind, options=chosen).module)
+    return model, tuple(tensor[:1] for tensor in inputs)
+
+
+def builder(folder: Path | None) -> tuple[Sequence[str], Callable[[str], Any]]:
+    """The names of a zoo and what builds them: this folder's, or that of `folder`/zoo.py."""
+    if folder is None:
+        return zoo.names(), zoo.build
+    sys.path.append(str(folder))  # for what lies beside it
+    spec = importlib.util.spec_from_file_location("given_zoo", folder / "zoo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return list(module.REG), module.build
+
+
+def in_own_process(task: Task, variant: str, folder: Path | None, seconds: float) -> Row:
+    """What `measure` gives in a fork of this process, or the row that says how it ended."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(theirs, task, variant, folder))
+    started = time.perf_counter()
+    process.start()
+    theirs.close()
+    try:
+        late = Row(**asdict(task), status="failed", reason=f"took longer than {seconds:.0f} s")
+        row = ours.recv() if ours.poll(seconds) else late
+    except EOFError:
+        row = Row(**asdict(task), status="failed", reason="the process ended without an answer")
+    process.kill()
+    process.join()
+    return Row(**{**asdict(row), "seconds": round(time.perf_counter() - started, 1)})
+
+
+def _work(told: Connection, task: Task, variant: str, folder: Path | None) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    told.send(measure(task, variant, folder))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a markdown table, and below it how many of each status there are."""
+    columns = [
+        "model",
+        "form",
+        "layout",
+        "status",
+        "float32",
+        "float16",
+        "multiply-adds",
+        "operators",
+        "transposes",
+        "why",
+    ]
+    lines = [f"| {' | '.join(columns)} |", f"|{'-|' * len(columns)}"]
+    for row in rows:
+        errors = ("" if error is None else f"{error:.3f}" for error in (row.float32, row.float16))
+        shares = ("" if share is None else f"{share:.1%}" for share in (row.multiply_adds, row.operators))
+        transposes = "" if row.transposes is None else str(row.transposes)
+        cells = (row.model, row.form, row.layout, row.status, *errors, *shares, transposes, row.reason)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *totals(rows)])
+
+
+def totals(rows: Iterable[Row]) -> list[str]:
+    """A line for each form and layout. Shares are means over the confirmed."""
+    lines = []
+    for form, layout in itertools.product(FORMS, LAYOUTS):
+        mine = [row for row in rows if (row.form, row.layout) == (form, layout)]
+        counts = Counter(row.status for row in mine)
+        due = sum(counts[status] for status in OURS)
+        right = [row for row in mine if row.status == "confirmed"]
+        if not due:
+            continue
+        told = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+        adds, operators = (
+            sum(getattr(row, share) or 0 for row in right) / max(len(right), 1)
+            for share in ("multiply_adds", "operators")
+        )
+        lines.append(
+            f"{form}, {layout}: {len(right)} of {due} confirmed ({len(right) / due:.1%}); {told}; on the engine "
+            f"{adds:.1%} of multiply-adds, {operators:.1%} of operators; "
+            f"{sum(row.transposes or 0 for row in right)} transposes"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("out/coreml_zoo.jsonl"), help="rows so far; added to")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="by default all")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["engine"])
+    parser.add_argument("--variant", default=VARIANT, help="of the converted form, with its options")
+    parser.add_argument("--zoo", type=Path, help="a folder with another zoo.py")
+    parser.add_argument("--seconds", type=float, default=400, help="that one row may take")
+    parser.add_argument("--again", action="store_true", help="do what is in the results but was not confirmed again")
+    asked = parser.parse_args()
+    names, _ = builder(asked.zoo)
+    for library in SHARED:  # imported once, and not by each model's process
+        with contextlib.suppress(ImportError):
+            importlib.import_module(library)
+    done: dict[Task, Row] = {}
+    if asked.results.exists():
+        rows = [Row(**json.loads(line)) for line in asked.results.read_text().splitlines()]
+        done = {row.task: row for row in rows}
+    wanted = [Task(*each) for each in itertools.product(asked.models or names, asked.forms, asked.layouts)]
+    settled = (
+        ("confirmed", "not converted", "not exported") if asked.again else (*OURS, "not converted", "not exported")
+    )
+    left = [task for task in wanted if task not in done or done[task].status not in settled]
+    asked.results.parent.mkdir(parents=True, exist_ok=True)
+    for count, task in enumerate(left, start=1):
+        row = done[task] = in_own_process(task, asked.variant, asked.zoo, asked.seconds)
+        with asked.results.open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+        told = f"{row.model} {row.form} {row.layout}: {row.status} {row.reason}"
+        print(f"[{count}/{len(left)}] {told} ({row.seconds:.0f} s)", file=sys.stderr, flush=True)
+    print(table([done[task] for task in wanted if task in done]))
+
+
+if __name__ == "__main__":
+    main()

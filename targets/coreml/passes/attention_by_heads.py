@@ -1,0 +1,190 @@
+"""softmax(Q K^T) V head by head, with the tokens last: two products for each head, and one transpose of all keys.
+
+Apple's reference (Deploying Transformers on the Apple Neural Engine, 2022) computes `bchq,bkhc->bkhq`, a softmax over
+the keys on axis 1, and `bkhq,bchk->bchq`: heads are slices of channels, so that no tensor has five axes.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from attnrewrite.targets.coreml.passes import views
+
+MOST_HEADS = 64
+SCORES = "nchw,nwhu->nchu"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A query, key or value [batch, heads, tokens, channels]: places in `base`, times `factor`."""
+
+    base: Any
+    index: Tensor
+    factor: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention: its operands, and what is done to the scores, in order: a factor, or a constant added."""
+
+    query: Operand
+    key: Operand
+    value: Operand
+    steps: tuple[tuple[str, np.ndarray], ...]
+    last: Any
+
+
+def apply(block: Any) -> int:
+    """Write every attention that is understood head by head; how many."""
+    edits = 0
+    for operation in list(block.operations):
+        if operation.op_type == "softmax":
+            found = _match(operation)
+            edits += found is not None and _written(found, block)
+    return edits
+
+
+def _match(softmax: Any) -> Attention | None:
+    steps: list[tuple[str, np.ndarray]] = []
+    scores = softmax.inputs["x"]
+    rank = scores.rank
+    if rank not in (3, 4) or not views.is_static(scores) or int(softmax.inputs["axis"].val) % rank != rank - 1:
+        return None
+    while scores.op is not None and scores.op.op_type in ("mul", "real_div", "add", "sub"):
+        step = _step(scores.op, rank)
+        if step is None or len(scores.child_ops) != 1:
+            return None
+        steps.insert(0, step)
+        scores = scores.op.inputs["x"] if scores.op.inputs["x"].val is None else scores.op.inputs["y"]
+    readers = softmax.outputs[0].child_ops
+    if scores.op is None or scores.op.op_type != "matmul" or len(readers) != 1 or len(scores.child_ops) != 1:
+        return None
+    first, last = scores.op, readers[0]
+    if last.op_type != "matmul" or last.inputs["x"] is not softmax.outputs[0] or _flag(last, "transpose_x"):
+        return None
+    query = _operand(first.inputs["x"], turned=_flag(first, "transpose_x"))
+    key = _operand(first.inputs["y"], turned=not _flag(first, "transpose_y"))
+    value = _operand(last.inputs["y"], turned=_flag(last, "transpose_y"))
+    if query is None or key is None or value is None:
+        return None
+    heads = query.index.shape[:2]
+    if heads != key.index.shape[:2] or heads != value.index.shape[:2] or heads[1] > MOST_HEADS:
+        return None
+    return Attention(query, key, value, tuple(steps), last)
+
+
+def _flag(operation: Any, name: str) -> bool:
+    return operation.inputs.get(name) is not None and bool(operation.inputs[name].val)
+
+
+def _step(operation: Any, rank: int) -> tuple[str, np.ndarray] | None:
+    """What an operator does to the scores with a constant; None where it is no constant, or has other axes."""
+    x, y = operation.inputs["x"], operation.inputs["y"]
+    if y.val is None and operation.op_type in ("real_div", "sub"):
+        return None
+    value = y.val if y.val is not None else x.val
+    if value is None or np.ndim(value) > rank:
+        return None
+    whole = np.asarray(value).reshape((1,) * (rank - np.ndim(value)) + np.shape(value))
+    value = whole if rank == 4 else whole[None]
+    if operation.op_type in ("mul", "real_div"):
+        return ("mul", value if operation.op_type == "mul" else 1 / value) if value.size == 1 else None
+    return "add", value if operation.op_type == "add" else -value
+
+
+def _operand(variable: Any, *, turned: bool) -> Operand | None:
+    """Where an operand's elements come from, through movement and multiplication by a number."""
+    factor, seen = 1.0, variable
+    index: Tensor | None = None
+    while True:
+        found = views.origin(seen, lambda each: each.op is None or each.op.op_type not in views.MOVES)
+        if found is None:
+            return None
+        index = found.index if index is None else found.index.flatten()[index]
+        number = _factor(found.base)
+        if number is None:
+            break
+        seen, factor = number[0], factor * number[1]
+    if index.dim() == 3:
+        index = index[None]
+    if index.dim() != 4:
+        return None
+    return Operand(found.base, index.transpose(2, 3) if turned else index, factor)
+
+
+def _factor(variable: Any) -> tuple[Any, float] | None:
+    """What a variable is a multiple of, and by how much."""
+    if variable.op is None or variable.op.op_type != "mul":
+        return None
+    x, y = variable.op.inputs["x"], variable.op.inputs["y"]
+    number, other = (y.val, x) if y.val is not None else (x.val, y)
+    if number is None or np.size(number) != 1 or other.val is not None or other.shape != variable.shape:
+        return None
+    return other, float(np.reshape(number, ()))
+
+
+def _written(found: Attention, block: Any) -> bool:
+    from coremltools.converters.mil.mil import Builder
+
+    last = found.last
+    query, key, value = (_all_heads(each, last) for each in (found.query, found.key, found.value))
+    if query is None or key is None or value is None:
+        return False
+    key = views.transposed(key, (0, 3, 2, 1), last)
+    heads, width, deep = found.query.index.shape[1], found.query.index.shape[3], found.value.index.shape[3]
+    parts = []
+    for head in range(heads):
+        scores = Builder.einsum(
+            values=(
+                _part(key, 3, head * width, width, last),
+                _part(query, 1, head * width, width, last),
+            ),
+            equation=SCORES, before_op=last,
+        )  # fmt: skip
+        scores = _stepped(scores, found, head)
+        shares = Builder.softmax(x=scores, axis=1, before_op=last)
+        parts.append(
+            Builder.einsum(values=(_part(value, 1, head * deep, deep, last), shares), equation=SCORES, before_op=last)
+        )
+    whole = parts[0] if heads == 1 else Builder.concat(values=parts, axis=1, before_op=last)
+    batch, _, tokens = found.query.index.shape[:3]
+    output = last.outputs[0]
+    made = views.transposed(views.reshaped(whole, (batch, heads, deep, tokens), last), (0, 1, 3, 2), last)
+    made = views.reshaped(made, output.shape, last)
+    return bool(block.try_replace_uses_of_var_after_op(anchor_op=last, old_var=output, new_var=made))
+
+
+def _all_heads(operand: Operand, before: Any) -> Any | None:
+    """[batch, heads * channels, 1, tokens] of an operand."""
+    from coremltools.converters.mil.mil import Builder
+
+    batch, heads, tokens, width = operand.index.shape
+    seen = views.view(operand.index.transpose(2, 3).reshape(batch, heads * width, 1, tokens))
+    made = None if seen is None else views.write(seen, operand.base, before)
+    if made is None or operand.factor == 1.0:
+        return made
+    return Builder.mul(x=made, y=np.float32(operand.factor), before_op=before)
+
+
+def _part(variable: Any, axis: int, begin: int, size: int, before: Any) -> Any:
+    from coremltools.converters.mil.mil import Builder
+
+    if size == variable.shape[axis]:
+        return variable
+    starts, ends = [0] * 4, list(variable.shape)
+    starts[axis], ends[axis] = begin, begin + size
+    return Builder.slice_by_index(x=variable, begin=starts, end=ends, before_op=before)
+
+
+def _stepped(scores: Any, found: Attention, head: int) -> Any:
+    """The scores [batch, keys, 1, queries] of one head with the factors and constants of the original."""
+    from coremltools.converters.mil.mil import Builder
+
+    for kind, value in found.steps:
+        own = value[:, head % value.shape[1] : head % value.shape[1] + 1]  # [batch or 1, 1, queries or 1, keys or 1]
+        given = np.ascontiguousarray(own.transpose(0, 3, 1, 2)) if math.prod(own.shape) > 1 else own.reshape(())
+        scores = getattr(Builder, kind)(x=scores, y=given, before_op=found.last)
+    return scores

@@ -1,0 +1,59 @@
+"""Whatever is moved on its way to an operator, moved in as few steps as its view takes.
+
+Transposes come first in the count, as each is a copy through memory.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from attnrewrite.targets.coreml.passes import views
+
+
+def apply(block: Any) -> int:
+    """Shorten every chain of movement that another says in fewer transposes or operators; how many were."""
+    return sum(_shortened(variable, block) for variable in list(_ends(block)))
+
+
+def _ends(block: Any) -> Iterator[Any]:
+    """What movement makes and something else reads."""
+    outputs = {variable.name for variable in block.outputs}
+    for operation in block.operations:
+        if operation.op_type in views.MOVES:
+            for variable in operation.outputs:
+                if variable.name in outputs or any(child.op_type not in views.MOVES for child in variable.child_ops):
+                    yield variable
+
+
+def _shortened(variable: Any, block: Any) -> bool:
+    source = variable.op.inputs["x"]
+    if (source.op is None or source.op.op_type not in views.MOVES) and tuple(source.shape) != tuple(variable.shape):
+        return False  # one step, and not an idle one
+    found = views.origin(variable, lambda each: each.op is None or each.op.op_type not in views.MOVES)
+    wanted = None if found is None else views.view(found.index)
+    if found is None or wanted is None:
+        return False
+    chain = _chain(variable, found.base)
+    known = {operation.name for operation in block.operations}
+    made = views.write(wanted, found.base, variable.op)
+    if made is None:
+        return False
+    added = [each for each in block.operations if each.name not in known and each.op_type in views.MOVES]
+    if _cost(added) >= _cost(chain):
+        block.remove_ops([each for each in block.operations if each.name not in known][::-1])
+        return False
+    return bool(block.try_replace_uses_of_var_after_op(anchor_op=variable.op, old_var=variable, new_var=made))
+
+
+def _chain(variable: Any, base: Any) -> list[Any]:
+    """The operators that nothing else needs, from the last back."""
+    operations = []
+    while variable is not base:
+        operations.append(variable.op)
+        variable = variable.op.inputs["x"]
+        if len(variable.child_ops) > 1:
+            break
+    return operations
+
+
+def _cost(operations: list[Any]) -> tuple[int, int]:
+    return sum(each.op_type == "transpose" for each in operations), len(operations)
