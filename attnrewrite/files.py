@@ -12,7 +12,7 @@ from pathlib import Path
 
 from attnrewrite.errors import AttnRewriteError, InputError
 
-LOWERED = frozenset({"model.so", "model.tar", "model.mlpackage", "kernels.cl", "launches.json"})
+LOWERED = frozenset({"artifact.json", "model.so", "model.tar", "model.mlpackage", "kernels.cl", "launches.json"})
 WRITTEN = LOWERED | {
     "model.pt2", "weights.safetensors", "plan.json", "report.json", "report.html", "model.onnx", "model.onnx.data",
 }  # fmt: skip

@@ -7,6 +7,7 @@ about trained ones. What is found, what is refused and why is the same for the l
 """
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def show_conversion(done: ar.Conversion) -> None:
             print(f"  {site['name']} {site['note']}")
         else:
             note = f" ({site['note']})" if site["note"] else ""
-            print(f"  {site['name']} is {site['variant']}{note}; extracted to {site['identity_error']:.0e}")
+            within = 10.0 ** math.ceil(math.log10(max(site["identity_error"], 1e-15)))  # its digits are rounding
+            print(f"  {site['name']} is {site['variant']}{note}; extracted to within {within:.0e}")
     for stage in done.report["calibration"]["stages"]:
         print(f"  after {stage['name']}, the output is {stage['error_after']:.2g} of its variance off")
 

@@ -93,11 +93,12 @@ def test_the_keywords_of_convert_build_the_same_records(monkeypatch: pytest.Monk
         encoder(), INPUTS, variant="auto", max_drop=0.5, candidates=["l1"], calibration=images, samples=9, steps=2,
         keep=["site0"], seed=3, threads=1, state=str(tmp_path), progress=progress,
     )  # fmt: skip
-    ((auto, calibration, execution, keep),) = seen
+    ((auto, calibration, execution, keep, keep_bad),) = seen
     assert auto.budget == Budget(max_drop=0.5, candidates=("l1",))
     assert (calibration.images is images, calibration.samples, calibration.steps) == (True, 9, 2)
     assert execution == Execution(3, 1, progress, tmp_path)
     assert keep == ["site0"]
+    assert keep_bad is False
 
 
 BAD: dict[str, tuple[type, dict[str, Any], str]] = {

@@ -9,7 +9,7 @@ from tiny_vits import INPUTS, encoder
 from torch import Tensor, nn
 
 import attnrewrite as ar
-from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
 from attnrewrite.variants.registry import get_variant
 
 
@@ -44,7 +44,7 @@ TOKENS = (torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0)),)
     [
         ("counts", InputError, "changes its own buffer calls as it runs"),
         ("drops", InputError, r"draws random numbers at dropout.*training=self\.training"),
-        ("drops scores", InputError, "draws random numbers at scaled_dot_product_attention"),
+        ("drops scores", NothingMatchedError, "its probabilities pass through dropout"),
         ("counts in Python", CheckFailedError, "differs from the model by .* was frozen as the example had it"),
     ],
 )
