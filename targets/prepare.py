@@ -1,6 +1,5 @@
 """A module made ready for a compiler: in float32, for fixed shapes, its operators in spellings that compilers read."""
 
-import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.base import Pipeline
-from attnrewrite.passes.copying import quiet_copying
 from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
 from attnrewrite.passes.fx.fold_constants import FoldConstants
+from attnrewrite.passes.fx.in_float32 import InFloat32
 from attnrewrite.targets import agreement as check
 
 CANONICAL: Pipeline[ExportedProgram] = Pipeline(
@@ -24,7 +23,7 @@ _HALVES = {torch.float16: check.FLOAT16, torch.bfloat16: check.BFLOAT16}
 
 
 @dataclass(frozen=True)
-class Wide:
+class Prepared:
     """A module in float32 and inputs for it. `notes` says what was changed; empty where nothing was."""
 
     module: nn.Module
@@ -32,7 +31,7 @@ class Wide:
     notes: tuple[str, ...] = ()
 
 
-def widened(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Wide:
+def in_float32(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Prepared:
     """`module` with what it holds and computes in float16 or bfloat16 in float32; itself where there is none of that.
 
     Compilers read half precision in mixed types (TVM gives a linear map of float16 in float32) or not at all, and a
@@ -45,22 +44,15 @@ def widened(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Wide:
     held = (*module.parameters(), *module.buffers(), *example_inputs)
     found = [dtype for dtype in _HALVES if any(tensor.dtype == dtype for tensor in held)]
     if not found:
-        return Wide(module, example_inputs)
-    with quiet_copying():
-        wide = copy.deepcopy(specialise(module, example_inputs).module())  # it shares its weights with the module
-    assert isinstance(wide, GraphModule)
-    for node in wide.graph.nodes:
-        node.args, node.kwargs = tree_map(_wide_dtype, (node.args, node.kwargs))
-    wide.recompile()
+        return Prepared(module, example_inputs)
+    own = specialise(module, example_inputs).module()
+    assert isinstance(own, GraphModule)
+    wide = InFloat32()(own)  # a copy: the program shares its weights with the module
     inputs = tuple(tensor.float() if tensor.dtype in _HALVES else tensor for tensor in example_inputs)
     relative = max(_HALVES[dtype] for dtype in found)
-    check.agree("the module in float32", reference(wide.float(), inputs), reference(module, example_inputs), relative)
+    check.agree("the module in float32", reference(wide, inputs), reference(module, example_inputs), relative)
     names = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
-    return Wide(wide, inputs, (f"compiled from the model in float32 (it is in {names}): its inputs are float32",))
-
-
-def _wide_dtype(value: object) -> object:
-    return torch.float32 if isinstance(value, torch.dtype) and value in _HALVES else value
+    return Prepared(wide, inputs, (f"compiled from the model in float32 (it is in {names}): its inputs are float32",))
 
 
 def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> ExportedProgram:

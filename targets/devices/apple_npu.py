@@ -14,7 +14,7 @@ from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target, size_bytes
 from attnrewrite.targets.coreml import lowering, package
 from attnrewrite.targets.coreml.pipeline import LAYOUTS
-from attnrewrite.targets.prepare import arrays, canonical, reference, specialise, widened
+from attnrewrite.targets.prepare import arrays, canonical, in_float32, reference, specialise
 
 NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone only")
 
@@ -47,7 +47,7 @@ class CoreMLNpu(Target):
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        wide = widened(module, example_inputs)
+        wide = in_float32(module, example_inputs)
         inputs, notes = _as_core_ml_takes(wide.inputs)
         expected = reference(wide.module, wide.inputs)
         program = specialise(wide.module, inputs)
@@ -89,7 +89,7 @@ def _as_core_ml_takes(inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], t
 
 def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...], layout: str) -> Run:
     """The module run by Core ML itself."""
-    wide = widened(module, inputs)
+    wide = in_float32(module, inputs)
     taken, _ = _as_core_ml_takes(wide.inputs)
     with tempfile.TemporaryDirectory() as folder:
         path = package.convert(canonical(specialise(wide.module, taken)), Path(folder), "FLOAT16", layout)

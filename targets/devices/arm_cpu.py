@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attnrewrite.errors import Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
-from attnrewrite.targets.prepare import arrays, reference, specialise, widened
+from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
 from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
@@ -33,7 +33,7 @@ class ArmCpu(Target):
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        wide = widened(module, example_inputs)
+        wide = in_float32(module, example_inputs)
         program = tvm_compat.import_program(specialise(wide.module, wide.inputs))
         made = tvm_compat.build_for_cpu(program, CORE)
         library, notes = _export(made.executable, out)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnrewrite.errors import AttnRewriteError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
-from attnrewrite.targets.prepare import arrays, reference, specialise, widened
+from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
 from attnrewrite.targets.runners import onnx_runtime
 from attnrewrite.targets.tvm import compat as tvm_compat
 
@@ -28,7 +28,7 @@ class Host(Target):
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        wide = widened(module, example_inputs)
+        wide = in_float32(module, example_inputs)
         library, made = _link(wide.module, wide.inputs, out)
         found = tvm_compat.bind(library, wide.inputs, threads)()
         agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
@@ -47,7 +47,7 @@ class Host(Target):
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
-        wide = widened(module, example_inputs)
+        wide = in_float32(module, example_inputs)
         expected = reference(wide.module, wide.inputs)
         runs = []
         for runtime, (prepare, notes) in _RUNTIMES.items():

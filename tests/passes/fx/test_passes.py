@@ -15,6 +15,7 @@ from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
 from attnrewrite.passes.fx.deploy import DeploySites
 from attnrewrite.passes.fx.fold_constants import FoldConstants
 from attnrewrite.passes.fx.functionalise import Functionalise, RemoveAssertions, RemoveDropout, functional_graph
+from attnrewrite.passes.fx.in_float32 import InFloat32
 from attnrewrite.passes.fx.relu_for_gelu import ReluForGelu
 from attnrewrite.passes.fx.rewrite import FxRewrite, scan_graph
 from attnrewrite.passes.verify import relative_error
@@ -294,3 +295,26 @@ def test_a_buffer_written_in_place_is_written_by_the_functional_program() -> Non
     assert list(functional.graph_signature.buffers_to_mutate.values()) == ["calls"]
     module = functional.module()
     assert [float(module(torch.ones(2, 4, 6)).max()) for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
+class Half(nn.Module):
+    """A linear map in float16, whose result is cast to bfloat16 and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(6, 6).half()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x).to(torch.bfloat16).to(torch.float16)
+
+
+def test_half_precision_is_computed_in_float32_by_a_copy() -> None:
+    module = RemoveAssertions()(torch.export.export(Half(), (X.half(),)).module())
+    result = InFloat32().apply(module)
+    assert sorted(edit.replaced for edit in result.edits) == ["map.bias", "map.weight", "to", "to_1"]
+    wide = {**dict(result.graph.named_parameters()), **dict(result.graph.named_buffers())}
+    assert {tensor.dtype for tensor in wide.values()} == {torch.float32}
+    assert module.map.weight.dtype == torch.float16
+    found, wanted = result.graph(X.half().float()), F.linear(X.half().float(), wide["map.weight"], wide["map.bias"])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert not InFloat32().apply(result.graph).modified
