@@ -32,7 +32,7 @@ import zoo
 from torch import Tensor, nn
 
 from attnrewrite import api
-from attnrewrite.conversion.convert import deployed
+from attnrewrite.conversion.record import deployed
 from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, NothingMatchedError, first_line
 from attnrewrite.targets.coreml.lowering import lower
 from attnrewrite.targets.coreml.pipeline import LAYOUTS

@@ -58,8 +58,8 @@ class CoreMLNpu(Target):
             out,
             made.float16,
             check=how,
-            schedule="Core ML's own",
-            notes=(*notes, *wide.notes, f"layout {self.layout}: {made.engine.sentence()}"),
+            schedule=f"Core ML's own, layout {self.layout}: {made.engine.sentence()}",
+            notes=(*notes, *wide.notes),
             inputs=arrays(inputs),
             outputs=expected,
         )

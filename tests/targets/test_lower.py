@@ -179,9 +179,8 @@ def test_the_layout_for_the_engine_takes_away_transposes_and_the_exporters_is_to
     transposes = {}
     for layout in ("engine", "as-is"):
         made = ar.lower(model, "coreml-npu", tmp_path / layout, example_inputs=inputs, layout=layout)
-        note = made.notes[-1]
-        assert note.startswith(f"layout {layout}: by known rules ")
-        transposes[layout] = int(re.search(r"(\d+) transposes", note)[1])
+        assert made.schedule.startswith(f"Core ML's own, layout {layout}: by known rules ")
+        transposes[layout] = int(re.search(r"(\d+) transposes", made.schedule)[1])
     assert transposes["engine"] <= 1 < transposes["as-is"]
 
 

@@ -25,7 +25,7 @@ def places(shape: Sequence[int]) -> Places | None:
     if len(shape) == 2 and shape[0] > 1:
         return {0: 3, 1: 1}
     if len(shape) == 3:
-        return {0: 3, 1: 0, 2: 1} if shape[1] == 1 else {0: 0, 1: 3, 2: 1}
+        return {0: 3, 1: 0, 2: 1} if shape[1] == 1 < shape[0] else {0: 0, 1: 3, 2: 1}
     return {0: 0, 1: 2, 2: 3, 3: 1} if len(shape) == 4 else None
 
 
