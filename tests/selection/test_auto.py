@@ -200,22 +200,24 @@ def test_the_command_line_selects_and_writes_the_page(
     assert "--max-drop is for --variant auto" in capsys.readouterr().err
 
 
-def test_processes_of_torchrun_choose_alike_and_the_first_one_writes(models_file: Path, tmp_path: Path) -> None:
+def test_processes_of_torchrun_choose_alike_and_the_first_one_writes(
+    models_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     x = np.random.default_rng(0).integers(0, 256, (64, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / "images.npz", x=x)
-    command = ["attnrewrite", "convert", f"{models_file}:vit", "--input-size", "3x16x16", "--variant", "auto"]
+    command = ["convert", f"{models_file}:vit", "--input-size", "3x16x16", "--variant", "auto"]
     command += ["--mean", "0.5", "--std", "0.25", "--calibrate", str(tmp_path / "images.npz"), "--max-drop", "40"]
-    command += ["--candidates", "l1", "--candidates", "polynomial:rank=2", "--steps", "2", "--json"]
-    launchers = {"alone": [], "two": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]}
-    plans = {}
-    for name, launcher in launchers.items():
-        done = subprocess.run(
-            [sys.executable, "-m", *launcher, *command, "--out", str(tmp_path / name)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert json.loads(done.stdout)["out"] == str(tmp_path / name)  # one process prints
-        plans[name] = Plan.load(tmp_path / name).placements
+    command += ["--candidates", "l1", "--candidates", "polynomial:rank=2", "--steps", "2", "--json", "--out"]
+    assert main([*command, str(tmp_path / "alone")]) == 0
+    assert json.loads(capsys.readouterr().out)["out"] == str(tmp_path / "alone")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "attnrewrite", *command, str(tmp_path / "two")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["out"] == str(tmp_path / "two")  # one process prints
+    plans = {name: Plan.load(tmp_path / name).placements for name in ("alone", "two")}
     chosen = [[(placement.site, described(placement.variant)) for placement in plan] for plan in plans.values()]
     assert chosen[0] == chosen[1]
     assert {path.name for path in tmp_path.iterdir()} == {"images.npz", *plans}
