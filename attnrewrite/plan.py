@@ -104,6 +104,7 @@ def misfit(plan: Plan, scan: Scan) -> Refusal | None:
                 "missing-site",
                 f"is another model's: the plan does not fit {scan.model}: {where} is missing, "
                 f"the model has {len(sites)} sites; apply the plan to the model that it was made from",
+                site=placement.site,
             )
         for attribute in ("heads", "head_dim", "n_queries", "n_keys", "fingerprint"):
             mine, theirs = getattr(placement, attribute), getattr(site, attribute)
@@ -113,6 +114,7 @@ def misfit(plan: Plan, scan: Scan) -> Refusal | None:
                     f"is another model's: the plan does not fit {scan.model}: {where} has {attribute} "
                     f"{_short(theirs)}, the plan was made for {_short(mine)}; "
                     "apply the plan to the model that it was made from",
+                    site=placement.site,
                 )
     return None
 

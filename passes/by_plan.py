@@ -87,6 +87,7 @@ def _no_place(placement: Placement, site: AttentionSite) -> Refusal | None:
         "refused-site",
         f"has a site that the variant refuses: {name} cannot stand at {site.id} ({site.name}): it {reason}; "
         "keep that site, or choose another variant",
+        site=site.id,
     )
 
 
@@ -104,7 +105,7 @@ def place(graph: GraphView, site: AttentionSite, placement: Placement, precision
         except RuntimeError as error:
             detail = " ".join(str(error).split())[:300]
             raise InputError(
-                f"the plan's weights do not fit {site.id} ({site.name}): {detail}; convert again"
+                f"the plan's weights do not fit {site.id} ({site.name}): {detail}; convert again", site=site.id
             ) from error
     return rewritten
 

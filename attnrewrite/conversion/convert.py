@@ -16,6 +16,7 @@ from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import fates_of, kept_sites, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.frontends.capture import Captured, capture
+from attnrewrite.frontends.examples import one_image
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.pool import Pool
@@ -74,8 +75,7 @@ def convert_source(
     teacher = proof.teacher
     if isinstance(variant, Auto):
         assert pool is not None, "auto was accepted without images"
-        one = tuple(tensor[:1] for tensor in source.example_inputs)
-        example = one if captured.fixed_batch is None else source.example_inputs
+        example = one_image(captured.module, source.example_inputs)
         extraction = Extraction(source.name, scanned, teacher, tuple(possible), example, captured.fixed_batch)
         selection = select(variant, extraction, pool, execution, processes)
         teacher = rewritten(scanned, dict.fromkeys(selection.standing, get_variant("softmax")))
@@ -130,7 +130,7 @@ def calibration_images(source: Source, request: Calibration, seed: int) -> Image
         return None
     images = load_images(request.images, request.skip_bad)
     images.check(source.preprocessing, source.input_size)
-    drawn = images.sample(request.samples, seed)
+    drawn = images.sample(request.samples, seed).whole(source.preprocessing, source.input_size)
     if len(drawn) < HELD_OUT_SHARE:
         raise InputError(
             f"calibration has {len(drawn)} of the {HELD_OUT_SHARE} images that it needs at least, as one in "

@@ -59,7 +59,8 @@ def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSi
     errors = site_errors(graph, teacher, scanned.scan, agreed.draws)
     faults = {site: each.fault for site, each in errors.items() if each.fault is not None}
     if faults and (not keep_bad or len(faults) == len(sites)):
-        raise CheckFailedError(next(iter(faults.values())))
+        site, fault = next(iter(faults.items()))
+        raise CheckFailedError(fault, site=site)
     if faults:
         teacher = with_softmax(scanned, [site for site in sites if site.id not in faults])
     rewriting = rewriting_error(graph, teacher, agreed.draws[-1])

@@ -37,6 +37,7 @@ def evaluate_modules(
     input_size = input_size or images.x.size
     if input_size is None:
         raise InputError("image files are read at the model's input size: give --input-size, such as 3x224x224")
+    images = images.whole(preprocessing, input_size)
     size = batch_size or min(128, len(images))
     totals = {name: _Total() for name in modules}
     done = 0

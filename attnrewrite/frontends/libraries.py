@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from attnrewrite.errors import InputError, first_line, unknown_name
+from attnrewrite.files import as_path
 from attnrewrite.frontends.checkpoints import load_checkpoint
 from attnrewrite.frontends.torchvision import import_torchvision
 from attnrewrite.images.preprocessing import Preprocessing, Size
@@ -93,7 +94,7 @@ def _hugging_face(name: str, checkpoint: str | None, size: Size | None) -> Built
     """
     import_torchvision()
     transformers = _require("transformers", f"hf:{name}")
-    folder = Path(name).expanduser()
+    folder = as_path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise InputError(f"hf:{name}: the folder has no config.json, so it is not a saved transformers model")
     place = str(folder) if folder.is_dir() else name
@@ -198,7 +199,7 @@ def _load(model: nn.Module, checkpoint: str | None, name: str) -> None:
     if checkpoint is None:
         log.warning("%s has random weights: give --checkpoint FILE, or --checkpoint pretrained to download them", name)
     elif checkpoint != PRETRAINED:
-        load_checkpoint(model, Path(checkpoint).expanduser())
+        load_checkpoint(model, as_path(checkpoint))
 
 
 @contextmanager
