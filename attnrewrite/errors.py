@@ -67,7 +67,7 @@ def whole_number(what: str, value: Any, least: int, most: int) -> int:
     """`value`, which is to be an integer from `least` to `most`. Raises InputError where it is not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InputError(f"{what} {value!r:.80} is no whole number")
-    if not least <= value <= most:
+    if not least <= int(value) <= most:
         raise InputError(f"{what} {value} must lie between {least} and {most}")
     return int(value)
 

@@ -194,7 +194,8 @@ class Files:
         channels, height, width = size
         keeps = len(self) * math.prod(size) <= DECODED_BYTES
         kept = np.empty((len(self) if keeps else 0, height, width, channels), np.uint8)
-        whole, damaged = [], []
+        whole: list[int] = []
+        damaged = []
         for index, path in enumerate(self.paths):
             try:
                 pixels = read_picture(path, transform, size)
