@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from attnrewrite.conversion.convert import convert_source
 from attnrewrite.conversion.record import REPORT_FILE, Conversion, deployed
-from attnrewrite.errors import InputError, Refusal, required, told
+from attnrewrite.errors import InputError, Refusal, required, told, whole_number
 from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
@@ -28,7 +28,7 @@ from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.plan import Placement, Plan
-from attnrewrite.request import Budget, Calibration, Execution, Progress, names, thread_count
+from attnrewrite.request import MOST_IMAGES, Budget, Calibration, Execution, Progress, names, thread_count
 from attnrewrite.selection.problem import requested
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.targets.base import Artifact, get_target
@@ -137,7 +137,7 @@ def evaluate(
     reference = _original(source, loaded, original)
     modules = {loaded.name: runnable(loaded)}
     images = load_images(data)
-    most = None if batch_size is None else min(batch_size, len(images))
+    most = None if batch_size is None else min(whole_number("--batch-size", batch_size, 1, MOST_IMAGES), len(images))
     if reference is not None:
         modules = {f"{reference.name} (original)": runnable(reference), **modules}
     first = next(iter(modules)) if reference is not None else None

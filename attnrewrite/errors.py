@@ -59,14 +59,20 @@ class Refusal:
 def required(what: str, value: Any, kind: type) -> Any:
     """`value`, which is to be of `kind`. Raises InputError where it is not."""
     if not isinstance(value, kind):
-        raise InputError(f"{what}: {value!r:.80} is no {kind.__name__}")
+        raise InputError(f"{what}: {short(value)} is no {kind.__name__}")
     return value
+
+
+def short(value: object, most: int = 80) -> str:
+    """A value as Python writes it, in one line of `most` characters at most."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def whole_number(what: str, value: Any, least: int, most: int) -> int:
     """`value`, which is to be an integer from `least` to `most`. Raises InputError where it is not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InputError(f"{what} {value!r:.80} is no whole number")
+        raise InputError(f"{what} {short(value)} is no whole number")
     if not least <= int(value) <= most:
         raise InputError(f"{what} {value} must lie between {least} and {most}")
     return int(value)

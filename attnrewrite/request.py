@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnrewrite.errors import InputError, required, whole_number
+from attnrewrite.errors import InputError, required, short, whole_number
 
 MOST_IMAGES = MOST_STEPS = 10**9
 MOST_SEED = 2**32 - 1  # what torch, and a multiple of it, and numpy take
@@ -93,7 +93,7 @@ class Budget:
         object.__setattr__(self, "candidates", names("--candidates", self.candidates))
         for what, ratio in (("--max-drop", self.max_drop), ("--max-latency", self.max_latency)):
             if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, numbers.Real)):
-                raise InputError(f"{what} {ratio!r:.80} is no number")
+                raise InputError(f"{what} {short(ratio)} is no number")
         if self.max_drop is not None and not 0 < self.max_drop < 100:
             raise InputError(
                 f"--max-drop {self.max_drop:g} must lie between 0 and 100: it is in percentage points, such as 0.5"
@@ -147,10 +147,10 @@ class Execution:
         if self.threads is not None:
             object.__setattr__(self, "threads", thread_count(self.threads))
         if self.progress is not None and not callable(self.progress):
-            raise InputError(f"progress is to be a function of (what, done, total), not {self.progress!r:.80}")
+            raise InputError(f"progress is to be a function of (what, done, total), not {short(self.progress)}")
         if self.state is not None:
             if not isinstance(self.state, str | os.PathLike):
-                raise InputError(f"state is to be the path of a folder, not {self.state!r:.80}")
+                raise InputError(f"state is to be the path of a folder, not {short(self.state)}")
             object.__setattr__(self, "state", Path(self.state))
 
     def apply(self) -> None:

@@ -1,5 +1,6 @@
 """Convert a model: find its attention, prove the extraction, rewrite, calibrate, check the result."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -33,6 +34,7 @@ from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, option_values
 
+log = logging.getLogger("attnrewrite")
 MOST_IN_BATCH = 64  # calibration images in one pass, where the model leaves the batch open
 
 
@@ -153,6 +155,9 @@ def _captured(source: Source) -> Captured:
     captured = capture(source.name, model, source.example_inputs)
     if not captured.exact:
         raise InputError(f"{captured.note}; it can be explained, but not converted")
+    if captured.fixed_batch is not None:
+        told = "%s takes batches of %d alone, and so will what is made of it: %s"
+        log.warning(told, source.name, captured.fixed_batch, captured.note)
     return captured
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, short
 from attnrewrite.files import as_path
 from attnrewrite.images.decode import PICTURES, DamagedError, check_picture, named, read_picture
 from attnrewrite.images.npz import read_npz
@@ -360,7 +360,7 @@ def _numbers(label: object) -> list[Any]:
     try:
         return torch.as_tensor(label).reshape(-1).tolist()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"a label of the iterable is {label!r:.80}: labels are numbers of classes") from error
+        raise InputError(f"a label of the iterable is {short(label)}: labels are numbers of classes") from error
 
 
 def _kind(value: object) -> str:
