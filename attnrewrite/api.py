@@ -24,6 +24,7 @@ from attnrewrite.frontends.sources import Source, examine_onnx, load_source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.pages.comparison import comparison_page, comparison_table
 from attnrewrite.passes.fx.signature import is_open
+from attnrewrite.passes.original import require_numbers
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import scan
@@ -169,6 +170,7 @@ def lower(
     chosen = get_target(target) if layout is None else get_target(target).with_layout(layout)
     count = 1 if threads is None else thread_count(threads)
     loaded = _load(source, example_inputs, **how)
+    require_numbers(loaded.name, loaded.tensors, loaded.example_inputs)
     module = runnable(loaded)
     inputs = one_image(module, loaded.example_inputs)
     with staged(as_path(out), force=force) as folder:
@@ -213,6 +215,7 @@ def compare(
     compared = {}
     for name, model in required("models", models, Mapping).items():
         loaded = _load(model, example_inputs, **how)
+        require_numbers(loaded.name, loaded.tensors, loaded.example_inputs)
         module = runnable(loaded)
         inputs, fixed = one_image(module, loaded.example_inputs), _fixed_batch(loaded)
         compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), fixed)

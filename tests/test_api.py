@@ -27,6 +27,7 @@ EXAMPLES: dict[str, tuple[Any, str]] = {
     "a sparse one": (TOKENS.to_sparse(), "example input 0 is sparse, nested or quantized"),
     "too many": ((TOKENS, TOKENS), "Attention does not take an input of 9x32"),
     "half precision": (TOKENS.half(), "it computes in float32 and was given float16; .*give float32 example_inputs"),
+    "whole numbers": (TOKENS.long(), "it computes in float32 and was given int64; "),
     "one number": (torch.tensor(2.0), "Attention does not take an input of one number"),
 }
 

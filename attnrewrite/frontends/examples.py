@@ -106,9 +106,9 @@ def _way_out(model: nn.Module, inputs: Sequence[Tensor], reason: str) -> str:
     if inputs[0].is_floating_point() and ("indices" in reason or reads_tokens(model)):
         return TEXT
     used = next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs[0].dtype)
-    if used != inputs[0].dtype and inputs[0].is_floating_point():
+    if used != inputs[0].dtype and (inputs[0].is_floating_point() or "dtype" in reason):
         own, given = (str(each).removeprefix("torch.") for each in (used, inputs[0].dtype))
         return (
             f"it computes in {own} and was given {given}; convert model.float(), or give {own} example_inputs in Python"
         )
-    return "give another --input-size"
+    return "give another --input-size, or other example_inputs in Python"

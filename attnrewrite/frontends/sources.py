@@ -7,7 +7,7 @@ timm:NAME, torchvision:NAME, hf:FOLDER or hf:NAME
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,6 +117,13 @@ class Source:
         return replace(
             self.origin, spec=spec or self.origin.spec, checkpoint=checkpoint or self.origin.checkpoint
         ).load()
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Its weights and buffers by name."""
+        if self.program is not None:
+            return self.program.state_dict
+        return {} if self.model is None else dict((*self.model.named_parameters(), *self.model.named_buffers()))
 
     @property
     def input_size(self) -> Size:

@@ -1,6 +1,8 @@
 """What is proven of a model before anything is replaced, where the example alone would show nothing."""
 
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,9 +56,31 @@ def test_a_model_that_is_no_function_of_its_input_is_told_as_such(odd: str, erro
         ar.convert(Odd(odd), TOKENS, variant="softmax")
 
 
-def test_nan_in_the_example_is_told_as_such() -> None:
-    with pytest.raises(InputError, match="example input 0 of Odd holds NaN"):
-        ar.convert(Odd(), (TOKENS[0] * float("nan"),), variant="softmax")
+@pytest.mark.parametrize(("number", "said"), [(math.nan, "NaN"), (math.inf, "infinity")])
+def test_what_is_no_number_is_told_as_such(number: float, said: str, tmp_path: Path) -> None:
+    broken = Odd()
+    with torch.no_grad():
+        broken.qkv.weight[0, 0] = number
+    for model, example, where in (
+        (Odd(), (TOKENS[0] + number,), "example input 0 of Odd"),
+        (broken, TOKENS, r"Odd: weight qkv\.weight"),
+    ):
+        for call in (
+            lambda: ar.convert(model, example, variant="softmax", keep_bad=True),  # noqa: B023, called at once
+            lambda: ar.lower(model, "host", tmp_path / "out", example_inputs=example),  # noqa: B023
+            lambda: ar.compare({"odd": model}, example),  # noqa: B023
+        ):
+            with pytest.raises(InputError, match=f"{where} holds {said}"):
+                call()
+
+
+def test_a_batch_that_the_models_code_fixes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Two(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.reshape(2, 9, 16))
+
+    ar.convert(Two(), TOKENS, variant="softmax")
+    assert "Two takes batches of 2 alone, and so will what is made of it: " in caplog.text
 
 
 def test_the_report_says_what_was_checked() -> None:
