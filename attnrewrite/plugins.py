@@ -31,7 +31,7 @@ class Rules(Generic[T]):
     """What a foreign class must be: a subclass of `base` with a `name`, that is made without arguments.
 
     `texts` are class attributes that are strings. `methods` says what a subclass of each class there must define
-    itself; the first one that is missing is told, so the most special classes come first. `try_out` is given an
+    itself; the first one that is missing is reported, so the most special classes come first. `try_out` is given an
     instance and says what else keeps it from being used; whatever it raises counts as a fault of the class.
     """
 

@@ -42,7 +42,7 @@ class StageInput:
         return State(self.execution.state)
 
     def report(self, what: str, done: int, total: int) -> None:
-        """Progress, told by the first process alone."""
+        """Progress, reported by the first process alone."""
         if self.processes.rank == 0:
             self.execution.report(what, done, total)
 

@@ -116,7 +116,7 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
 
 @contextmanager
 def _without_torch_logs() -> Iterator[None]:
-    """torch.export logs and prints whole graphs before it raises; the error alone is told."""
+    """torch.export logs and prints whole graphs before it raises; only the error is let through."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

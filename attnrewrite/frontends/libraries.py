@@ -7,7 +7,7 @@ drawn from a fixed seed so that the same name is the same model again, and a not
 import importlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,15 +122,15 @@ def _hugging_face(name: str, checkpoint: str | None, size: Size | None) -> Built
     has_weights = not folder.is_dir() or any(folder.glob("*.safetensors"))
     if has_weights and checkpoint in (None, PRETRAINED):
         with _weights_of(name=f"hf:{name}", offline=offline):
-            model, told = kind.from_pretrained(
+            model, loading = kind.from_pretrained(
                 place,
                 config=config,
                 local_files_only=offline,
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # they are told below, all in one line
+                ignore_mismatched_sizes=True,  # reported below, all in one line
                 output_loading_info=True,
             )
-        _check_loaded(told, f"hf:{name}")
+        _check_loaded(loading, f"hf:{name}")
     else:
         model = kind(config)
         _load(model, checkpoint, f"hf:{name}")
@@ -196,18 +196,23 @@ def _hf_side(size: Any) -> int | None:
     return size.get("shortest_edge", size.get("height")) if isinstance(size, dict) else size
 
 
-def _check_loaded(told: dict[str, Any], name: str) -> None:
+def _check_loaded(loaded: dict[str, Any], name: str) -> None:
     problems = [
-        f"{len(told[key])} {what} ({', '.join(sorted(str(k if isinstance(k, str) else k[0]) for k in told[key])[:3])})"
+        f"{len(loaded[key])} {what} ({', '.join(_first_names(loaded[key]))})"
         for key, what in (
             ("missing_keys", "missing"),
             ("unexpected_keys", "unexpected"),
             ("mismatched_keys", "of another shape"),
         )
-        if told[key]
+        if loaded[key]
     ]
     if problems:
         raise InputError(f"{name}: its weights do not fit its configuration: {'; '.join(problems)}")
+
+
+def _first_names(keys: Iterable[Any]) -> list[str]:
+    """The first three names; a key of another shape comes as (name, shapes)."""
+    return sorted(str(key if isinstance(key, str) else key[0]) for key in keys)[:3]
 
 
 def _load(model: nn.Module, checkpoint: str | None, name: str) -> None:

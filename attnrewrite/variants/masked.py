@@ -215,7 +215,7 @@ class Masked(LinearVariant):
     tolerance: float = 0.1
 
     approximation = "keeps it between neighbours only"
-    no_key_bias = Refusal("far-keys-weighed", "weighs every key beyond the neighbours as a score of nought")
+    no_key_bias = Refusal("far-keys-weighed", "weighs every key beyond the neighbours with a score of zero")
     name = "masked"
     summary = "MaiT: softmax over the scores of 3x3 or 5x5 neighbours, zeros beyond"
     source = "Li et al. 2022, MaiT, equations 2-3 and section 4.3"
