@@ -10,29 +10,26 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import Processes, joined_processes
-from attnrewrite.calibration.stage import StageInput, StageReport
-from attnrewrite.calibration.stages import HELD_OUT_SHARE, calibrate, split
-from attnrewrite.conversion.proof import prove, require_sound, rewritten
+from attnrewrite.calibration.stages import HELD_OUT_SHARE
+from attnrewrite.conversion.forming import Forming
+from attnrewrite.conversion.proof import prove, require_sound
 from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import fates_of, kept_sites, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.frontends.capture import Captured, capture
-from attnrewrite.frontends.examples import one_image
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.pool import Pool
-from attnrewrite.passes.draws import telling
 from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.site_module import written_value
-from attnrewrite.passes.verify import float64_errors, rewritten_sites
+from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.weights import named_after
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Calibration, Execution
-from attnrewrite.selection.problem import Auto, Extraction
-from attnrewrite.selection.select import Selection, select
+from attnrewrite.selection.problem import Auto
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant
-from attnrewrite.variants.registry import get_variant, option_values
+from attnrewrite.variants.registry import option_values
 
 log = logging.getLogger("attnrewrite")
 MOST_IN_BATCH = 64  # calibration images in one pass, where the model leaves the batch open
@@ -48,7 +45,8 @@ def convert_source(
 ) -> Conversion:
     """Rewrite every site of `source` that `variant` supports and that is not kept, or those that `auto` chooses.
 
-    With `keep_bad`, a site whose extraction does not agree with the original stays as it is, and the report says so.
+    With `keep_bad`, a site that fails a check, of its extraction, its fit or its arithmetic, stays as it is, and the
+    report says so.
 
     Raises:
         NothingMatchedError: the model has no attention, none that the variant supports, or none within the budget.
@@ -72,26 +70,15 @@ def convert_source(
     pool = None if images is None else _pool(images, source, captured)
     processes = Processes() if pool is None else joined_processes()
     proof = prove(source, scanned, possible, keep_bad)
-    fates |= {site: Refusal("check-failed", f"its check failed: {fault}") for site, fault in proof.faults.items()}
-    possible = [site for site in possible if site.id not in proof.faults]
-    teacher = proof.teacher
-    if isinstance(variant, Auto):
-        assert pool is not None, "auto was accepted without images"
-        example = one_image(captured.module, source.example_inputs)
-        extraction = Extraction(source.name, scanned, teacher, tuple(possible), example, captured.fixed_batch)
-        selection = select(variant, extraction, pool, execution, processes)
-        teacher = rewritten(scanned, dict.fromkeys(selection.standing, get_variant("softmax")))
-    else:
-        selection = Selection(dict.fromkeys([site.id for site in possible], variant), {})
-    student = rewritten(scanned, selection.standing)
-    stages: list[StageReport] = []
-    if pool is not None:
-        given = StageInput(captured.module, teacher, student, *split(pool), execution, processes)
-        stages = calibrate(given, calibration.steps)
-    arithmetic = float64_errors(student, telling(proof.draws))
+    forming = Forming(captured, scanned, proof, variant, pool, calibration.steps, execution, processes)
+    sound = [site for site in possible if site.id not in proof.faults]
+    formed, faults = forming.at_the_sound(sound, proof.teacher) if keep_bad else (forming.at(sound, proof.teacher), {})
+    faults = {**proof.faults, **faults}
+    selection, student = formed.selection, formed.student
+    fates |= {site: Refusal("check-failed", f"its check failed: {fault}") for site, fault in faults.items()}
     fates |= selection.reasons
     sites = [
-        site_report(s, fates[s.id], selection.standing.get(s.id), proof.errors.get(s.id), arithmetic.get(s.id))
+        site_report(s, fates[s.id], selection.standing.get(s.id), proof.errors.get(s.id), formed.errors.get(s.id))
         for s in found.sites
     ]
     report = {
@@ -106,7 +93,7 @@ def convert_source(
             {"anchor": m.anchor, "name": m.name, "reason": m.code, "detail": m.sentence} for m in found.near_misses
         ],
         "checks": dict(proof.report),
-        "calibration": {"images": len(images or ()), "stages": [asdict(stage) for stage in stages]},
+        "calibration": {"images": len(images or ()), "stages": [asdict(stage) for stage in formed.stages]},
     } | ({} if selection.report is None else {"selection": selection.report})
     plan = _final_plan(found, selection.standing, student, captured.module)
     return Conversion(

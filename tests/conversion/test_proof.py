@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
+from attnrewrite.passes.verify import float64_errors, rewritten_sites
 from attnrewrite.variants.registry import get_variant
 
 
@@ -113,6 +114,26 @@ def test_a_site_whose_check_fails_can_be_left_as_it_is(monkeypatch: pytest.Monke
     assert [placement.site for placement in done.plan.placements] == ["site0"]
     wrong.add("site0")
     with pytest.raises(CheckFailedError, match="site0"):
+        ar.convert(encoder(), INPUTS, variant="l1", keep_bad=True)
+
+
+def test_a_form_that_fails_at_one_site_can_be_left_out_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic of a form is checked last, when all is calibrated."""
+    broken = {"site1"}
+
+    def checked(student: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, float]:
+        for site in broken & set(rewritten_sites(student)):
+            raise CheckFailedError(f"{site}: differs", site=site)
+        return float64_errors(student, inputs)
+
+    monkeypatch.setattr("attnrewrite.conversion.forming.float64_errors", checked)
+    with pytest.raises(CheckFailedError, match="site1: differs"):
+        ar.convert(encoder(), INPUTS, variant="l1")
+    done = ar.convert(encoder(), INPUTS, variant="l1", keep_bad=True)
+    assert [site["variant"] for site in done.report["sites"]] == ["l1", "softmax"]
+    assert done.report["sites"][1]["note"] == "stays as it is: its check failed: site1: differs"
+    broken.add("site0")
+    with pytest.raises(CheckFailedError, match=r"site\d: differs"):
         ar.convert(encoder(), INPUTS, variant="l1", keep_bad=True)
 
 
