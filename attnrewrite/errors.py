@@ -78,11 +78,11 @@ def whole_number(what: str, value: Any, least: int, most: int) -> int:
     return int(value)
 
 
-def told(who: str, error: Exception) -> AttnRewriteError:
+def told(who: str, error: Exception, *, site: str | None = None) -> AttnRewriteError:
     """What `who` raised, as an error of ours: its own, or that it failed and how."""
     if isinstance(error, AttnRewriteError):
         return error
-    return CheckFailedError(f"{who} failed: {type(error).__name__}: {first_line(error)}")
+    return CheckFailedError(f"{who} failed: {type(error).__name__}: {first_line(error)}", site=site)
 
 
 def first_line(error: BaseException, most: int = 200) -> str:

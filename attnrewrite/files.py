@@ -50,17 +50,24 @@ def check_file(path: Path, what: str) -> None:
     path = as_path(path)
     if path.is_dir():
         raise InputError(f"{path} is a folder: the {what} is a file in it")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is a pipe or a device: save the {what} as a file, which is read more than once")
     try:
-        with path.open("rb") as file:
-            head = file.read(64)
+        head = _head(path)
     except OSError as error:
         raise InputError(f"cannot read the {what} {path}: {error.strerror}") from error
     if not head:
         raise InputError(f"{path} is empty: fetch the {what} again")
-    if head.lstrip().startswith((b"<", b"\xef\xbb\xbf<")):
+    if head.startswith((b"<", b"\xef\xbb\xbf<")):
         raise InputError(f"{path} is a web page, not a {what}: fetch the file itself (its raw download)")
     if head.startswith(b"version https://git-lfs"):
         raise InputError(f"{path} is a Git LFS pointer, not a {what}: fetch the file with git lfs pull")
+
+
+def _head(path: Path) -> bytes:
+    """The first characters of a file, without the space before them."""
+    with path.open("rb") as file:
+        return file.read(64).lstrip()
 
 
 def check_free(out: Path, *, force: bool) -> None:
@@ -82,7 +89,10 @@ def _check_ours(out: Path) -> None:
     keep = "is not replaced: choose another output folder, or remove it yourself"
     if out.is_symlink() or not out.is_dir():
         raise InputError(f"{out} is {'a link' if out.is_symlink() else 'no folder'} and {keep}")
-    names = {entry.name for entry in out.iterdir()}
+    try:
+        names = {entry.name for entry in out.iterdir()}
+    except OSError as error:
+        raise InputError(f"cannot look into {out}: {error.strerror}") from error
     if foreign := sorted(names - WRITTEN):
         raise InputError(f"{out} holds {foreign[0]}, which attnrewrite did not write, and {keep}")
     if not (names <= LOWERED or any(keys <= _keys(out / record) for record, keys in RECORDS)):
@@ -266,12 +276,16 @@ def _is_full(error: BaseException, folder: Path) -> bool:
 
 
 def check_free_file(out: Path, *, force: bool) -> None:
-    """Raise InputError unless the file `out` can be written (or, with `force`, replaced). Nothing is written."""
+    """Raise InputError unless the file `out` can be written or, with `force`, replaced: where it is empty, or begins as
+    a page or JSON does, which is what we write. Nothing is written.
+    """
     out = as_path(out)
     if out.is_dir():
         raise InputError(f"{out} is a folder: give the name of a file to write in it")
     if os.path.lexists(out) and not force:
         raise InputError(f"{out} exists: choose another file, or replace it with --force")
+    if os.path.lexists(out) and not (out.is_file() and _head(out)[:1] in (b"", b"<", b"{")):
+        raise InputError(f"{out} is no page and no JSON, and is not replaced: choose another file")
     _check_writable(out.absolute())
 
 
@@ -287,8 +301,9 @@ def write_file(out: Path, text: str, *, force: bool) -> None:
         try:
             stage.write_text(text, encoding="utf-8")
             stage.replace(out)
-        except OSError as error:
-            raise InputError(f"cannot write {out}: {error.strerror}") from error
+        except (OSError, UnicodeEncodeError) as error:
+            reason = getattr(error, "strerror", None) or "its text holds what is no character"
+            raise InputError(f"cannot write {out}: {reason}") from error
         finally:
             stage.unlink(missing_ok=True)
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attnrewrite.errors import InputError, Refusal
+from attnrewrite.files import as_path
 from attnrewrite.patterns.weights import same_weights
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant
@@ -72,6 +73,7 @@ class Plan:
     @staticmethod
     def load(folder: Path) -> "Plan":
         """Read what `save` wrote. Raises InputError naming the file that is missing, damaged or of another version."""
+        folder = as_path(folder)
         document = _read_document(folder / PLAN_FILE)
         try:
             tensors = load_file(folder / WEIGHTS_FILE)

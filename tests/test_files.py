@@ -254,22 +254,28 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "page.html"
-    write_file(out, "first", force=False)
+    write_file(out, "<p>first", force=False)
     with pytest.raises(InputError, match=r"page\.html exists: choose another file, or replace it with --force"):
         write_file(out, "second", force=False)
-    with pytest.raises(UnicodeEncodeError):
+    with pytest.raises(InputError, match="its text holds what is no character"):
         write_file(out, "\ud800", force=True)
-    assert (out.read_text(), os.listdir(out.parent)) == ("first", ["page.html"])
+    assert (out.read_text(), os.listdir(out.parent)) == ("<p>first", ["page.html"])
     write_file(out, "second", force=True)
     assert (out.read_text(), os.listdir(out.parent)) == ("second", ["page.html"])
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("", "is a folder: give the name of a file"), ("held/page.html", "held is not a folder")],
+    [
+        ("", "is a folder: give the name of a file"),
+        ("held/page.html", "held is not a folder"),
+        ("held", "held is no page and no JSON, and is not replaced"),
+        ("null", "null is no page and no JSON, and is not replaced"),
+    ],
 )
 def test_a_file_that_cannot_be_written_is_told_before(tmp_path: Path, name: str, said: str) -> None:
-    (tmp_path / "held").write_text("")
+    (tmp_path / "held").write_text("weights")
+    (tmp_path / "null").symlink_to("/dev/null")
     with pytest.raises(InputError, match=said):
         check_free_file(tmp_path / name, force=True)
-    assert os.listdir(tmp_path) == ["held"]
+    assert sorted(os.listdir(tmp_path)) == ["held", "null"]

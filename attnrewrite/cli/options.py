@@ -78,8 +78,9 @@ def save_config(context: typer.Context, path: Path) -> None:
     ]
     try:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write --save-config {path}: {error.strerror}") from error
+    except (OSError, UnicodeEncodeError) as error:
+        reason = getattr(error, "strerror", None) or "an option holds what is no character"
+        raise InputError(f"cannot write --save-config {path}: {reason}") from error
 
 
 def _as_toml(value: Any) -> str:

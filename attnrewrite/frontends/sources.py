@@ -6,6 +6,7 @@ timm:NAME, torchvision:NAME, hf:FOLDER or hf:NAME
 
 import copy
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -288,8 +289,8 @@ def _from_library(library: str, name: str, checkpoint: str | None, size: Size | 
 
 
 def _from_folder(folder: Path, checkpoint: str | None) -> Source:
-    if not (folder / "model.pt2").is_file():
-        hint = f": a saved transformers model is given as hf:{folder}" if (folder / "config.json").is_file() else ""
+    if not os.path.isfile(folder / "model.pt2"):
+        hint = f": a saved transformers model is given as hf:{folder}" if os.path.isfile(folder / "config.json") else ""
         raise InputError(f"{folder} is not a converted model, as it holds no model.pt2{hint}")
     source = _from_program(read_program(folder / "model.pt2"), folder.absolute().name, checkpoint)
     try:

@@ -97,7 +97,7 @@ def channel_values(name: str, value: object) -> tuple[float, ...]:
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else (value,)
     try:
         values = tuple(float(part) for part in parts)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InputError(
             f"--{name} {value!r} is not a number or numbers divided by commas, such as 0.5,0.5,0.5"
         ) from None
