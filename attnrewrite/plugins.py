@@ -11,7 +11,7 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from attnrewrite.errors import InputError, Refusal, unknown_name
+from attnrewrite.errors import InputError, Refusal, required, unknown_name
 
 OWN = "attnrewrite"
 log = logging.getLogger(OWN)
@@ -73,6 +73,7 @@ class Registry(Generic[T]):
         Raises:
             InputError: the name is unknown (with the nearest one that is known), or what bears it is left out (why).
         """
+        required(f"the {self.what}", name, str)
         known = self.built_in if name in self.built_in else self.usable()
         if name not in known:
             unusable = self.unusable()

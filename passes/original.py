@@ -39,13 +39,25 @@ class Agreement:
 
 
 def require_numbers(name: str, tensors: Mapping[str, Tensor], example: Sequence[Tensor]) -> None:
-    """Raise InputError where a weight or an example input holds NaN: nothing that follows could be compared."""
+    """Raise InputError where a weight or an example input holds NaN or infinity: nothing could be compared then.
+
+    Masks hold negative infinity, and buffers that look for the least number start from infinity.
+    """
     for index, tensor in enumerate(example):
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise InputError(f"example input {index} of {name} holds NaN: give an example that the model answers")
+        if what := _no_number(tensor):
+            raise InputError(f"example input {index} of {name} holds {what}: give an example that the model answers")
     for weight, tensor in tensors.items():
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise InputError(f"{name}: weight {weight} holds NaN: the checkpoint is damaged, or training diverged")
+        what = _no_number(tensor)
+        if what == "NaN" or (what is not None and isinstance(tensor, nn.Parameter)):
+            raise InputError(f"{name}: weight {weight} holds {what}: the checkpoint is damaged, or training diverged")
+
+
+def _no_number(tensor: Tensor) -> str | None:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return None
+    if bool(tensor.isnan().any()):
+        return "NaN"
+    return "infinity" if bool(tensor.isposinf().any()) else None
 
 
 @torch.no_grad()

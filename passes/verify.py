@@ -83,9 +83,9 @@ def identity_errors(
         CheckFailedError: a site is off by more than IDENTITY_TOLERANCE: the extraction is wrong.
     """
     found = site_errors(original, identity, scan, draws)
-    for each in found.values():
+    for site, each in found.items():
         if each.fault is not None:
-            raise CheckFailedError(each.fault)
+            raise CheckFailedError(each.fault, site=site)
     return {site: each.error for site, each in found.items()}
 
 
@@ -179,7 +179,8 @@ def float64_errors(student: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, 
         if not errors[site_id] <= allowed:
             raise CheckFailedError(
                 f"{site_id}: the rewritten attention differs from its float64 reference by {errors[site_id]:.2e} "
-                f"(allowed {allowed:.0e}); keep the site with --keep {site_id}, or choose another variant"
+                f"(allowed {allowed:.0e}); keep the site with --keep {site_id}, or choose another variant",
+                site=site_id,
             )
     return errors
 

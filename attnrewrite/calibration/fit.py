@@ -34,8 +34,12 @@ class Point:
     branch: Branch | None
 
     @property
+    def site_id(self) -> str | None:
+        return None if self.site is None else self.site.site_id
+
+    @property
     def name(self) -> str:
-        return self.site.site_id if self.site is not None else self.node.name
+        return self.site_id or self.node.name
 
     @property
     def stream(self) -> Node:
@@ -112,7 +116,8 @@ class Fit:
             if point.branch is not None:
                 point.branch.change(self.residual_fit(point.branch, teacher, student, weights))
         except torch.linalg.LinAlgError as error:
-            raise CheckFailedError(f"{self.name}: {point.name} has no solution ({error}); {_way_out(point)}") from error
+            told = f"{self.name}: {point.name} has no solution ({error}); {_way_out(point)}"
+            raise CheckFailedError(told, site=point.site_id) from error
         check_finite(self.name, point)
 
     def residual_fit(self, branch: Branch, teacher: Segments, student: Segments, weights: Importance) -> Tensor:
@@ -199,7 +204,8 @@ def check_finite(stage: str, point: Point) -> None:
     tensors: list[Tensor] = [] if point.site is None else list(point.site.form.parameters())
     tensors += [] if point.branch is None else [point.branch.weight]
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
-        raise CheckFailedError(f"{stage}: {point.name} came out as NaN or infinity; {_way_out(point)}")
+        told = f"{stage}: {point.name} came out as NaN or infinity; {_way_out(point)}"
+        raise CheckFailedError(told, site=point.site_id)
 
 
 def _way_out(point: Point) -> str:

@@ -18,6 +18,7 @@ from attnrewrite.errors import InputError, unknown_name
 from attnrewrite.request import Budget, Execution, Option
 
 MODEL, RUN = "The model", "The run"
+JSON = "attnrewrite.json"  # where a context's meta says whether the command prints JSON, before its options are read
 PANELS = {Execution: RUN, Budget: "The budget of --variant auto"}
 
 SourceName = Annotated[
@@ -44,6 +45,7 @@ def _read_config(context: typer.Context, config: Path | None) -> Path | None:
         raise InputError(f"cannot read --config {config}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"--config {config} is not TOML: {error}") from error
+    context.meta[JSON] = context.meta.get(JSON, False) or said.get("json") in (True, "true")
     known = {name: parameter for name, parameter in _parameters(context).items() if name not in NOT_SAVED}
     values = {}
     for key, value in said.items():
@@ -76,8 +78,9 @@ def save_config(context: typer.Context, path: Path) -> None:
     ]
     try:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write --save-config {path}: {error.strerror}") from error
+    except (OSError, UnicodeEncodeError) as error:
+        reason = getattr(error, "strerror", None) or "an option holds what is no character"
+        raise InputError(f"cannot write --save-config {path}: {reason}") from error
 
 
 def _as_toml(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Convert a model: find its attention, prove the extraction, rewrite, calibrate, check the result."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -9,9 +10,9 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import Processes, joined_processes
-from attnrewrite.calibration.stage import StageInput, StageReport
-from attnrewrite.calibration.stages import HELD_OUT_SHARE, calibrate, split
-from attnrewrite.conversion.proof import prove, require_sound, rewritten
+from attnrewrite.calibration.stages import HELD_OUT_SHARE
+from attnrewrite.conversion.forming import Forming
+from attnrewrite.conversion.proof import prove, require_sound
 from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import fates_of, kept_sites, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
@@ -19,19 +20,18 @@ from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.pool import Pool
-from attnrewrite.passes.draws import telling
 from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.site_module import written_value
-from attnrewrite.passes.verify import float64_errors, rewritten_sites
+from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.weights import named_after
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Calibration, Execution
-from attnrewrite.selection.problem import Auto, Extraction
-from attnrewrite.selection.select import Selection, select
+from attnrewrite.selection.problem import Auto
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant
-from attnrewrite.variants.registry import get_variant, option_values
+from attnrewrite.variants.registry import option_values
 
+log = logging.getLogger("attnrewrite")
 MOST_IN_BATCH = 64  # calibration images in one pass, where the model leaves the batch open
 
 
@@ -45,7 +45,8 @@ def convert_source(
 ) -> Conversion:
     """Rewrite every site of `source` that `variant` supports and that is not kept, or those that `auto` chooses.
 
-    With `keep_bad`, a site whose extraction does not agree with the original stays as it is, and the report says so.
+    With `keep_bad`, a site that fails a check, of its extraction, its fit or its arithmetic, stays as it is, and the
+    report says so.
 
     Raises:
         NothingMatchedError: the model has no attention, none that the variant supports, or none within the budget.
@@ -69,27 +70,15 @@ def convert_source(
     pool = None if images is None else _pool(images, source, captured)
     processes = Processes() if pool is None else joined_processes()
     proof = prove(source, scanned, possible, keep_bad)
-    fates |= {site: Refusal("check-failed", f"its check failed: {fault}") for site, fault in proof.faults.items()}
-    possible = [site for site in possible if site.id not in proof.faults]
-    teacher = proof.teacher
-    if isinstance(variant, Auto):
-        assert pool is not None, "auto was accepted without images"
-        one = tuple(tensor[:1] for tensor in source.example_inputs)
-        example = one if captured.fixed_batch is None else source.example_inputs
-        extraction = Extraction(source.name, scanned, teacher, tuple(possible), example, captured.fixed_batch)
-        selection = select(variant, extraction, pool, execution, processes)
-        teacher = rewritten(scanned, dict.fromkeys(selection.standing, get_variant("softmax")))
-    else:
-        selection = Selection(dict.fromkeys([site.id for site in possible], variant), {})
-    student = rewritten(scanned, selection.standing)
-    stages: list[StageReport] = []
-    if pool is not None:
-        given = StageInput(captured.module, teacher, student, *split(pool), execution, processes)
-        stages = calibrate(given, calibration.steps)
-    arithmetic = float64_errors(student, telling(proof.draws))
+    forming = Forming(captured, scanned, proof, variant, pool, calibration.steps, execution, processes)
+    sound = [site for site in possible if site.id not in proof.faults]
+    formed, faults = forming.at_the_sound(sound, proof.teacher) if keep_bad else (forming.at(sound, proof.teacher), {})
+    faults = {**proof.faults, **faults}
+    selection, student = formed.selection, formed.student
+    fates |= {site: Refusal("check-failed", f"its check failed: {fault}") for site, fault in faults.items()}
     fates |= selection.reasons
     sites = [
-        site_report(s, fates[s.id], selection.standing.get(s.id), proof.errors.get(s.id), arithmetic.get(s.id))
+        site_report(s, fates[s.id], selection.standing.get(s.id), proof.errors.get(s.id), formed.errors.get(s.id))
         for s in found.sites
     ]
     report = {
@@ -104,7 +93,7 @@ def convert_source(
             {"anchor": m.anchor, "name": m.name, "reason": m.code, "detail": m.sentence} for m in found.near_misses
         ],
         "checks": dict(proof.report),
-        "calibration": {"images": len(images or ()), "stages": [asdict(stage) for stage in stages]},
+        "calibration": {"images": len(images or ()), "stages": [asdict(stage) for stage in formed.stages]},
     } | ({} if selection.report is None else {"selection": selection.report})
     plan = _final_plan(found, selection.standing, student, captured.module)
     return Conversion(
@@ -130,7 +119,7 @@ def calibration_images(source: Source, request: Calibration, seed: int) -> Image
         return None
     images = load_images(request.images, request.skip_bad)
     images.check(source.preprocessing, source.input_size)
-    drawn = images.sample(request.samples, seed)
+    drawn = images.sample(request.samples, seed).whole(source.preprocessing, source.input_size)
     if len(drawn) < HELD_OUT_SHARE:
         raise InputError(
             f"calibration has {len(drawn)} of the {HELD_OUT_SHARE} images that it needs at least, as one in "
@@ -153,6 +142,9 @@ def _captured(source: Source) -> Captured:
     captured = capture(source.name, model, source.example_inputs)
     if not captured.exact:
         raise InputError(f"{captured.note}; it can be explained, but not converted")
+    if captured.fixed_batch is not None:
+        told = "%s takes batches of %d alone, and so will what is made of it: %s"
+        log.warning(told, source.name, captured.fixed_batch, captured.note)
     return captured
 
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import first_process
 from attnrewrite.errors import InputError
-from attnrewrite.files import staged
+from attnrewrite.files import as_path, staged
 from attnrewrite.frontends.capture import export
 from attnrewrite.frontends.sources import Origin
 from attnrewrite.frontends.trust import remember
@@ -79,7 +79,7 @@ class Conversion:
         if not first_process():
             return Path(out)
         program = self.export()
-        with staged(Path(out), force=force) as folder:
+        with staged(as_path(out), force=force) as folder:
             torch.export.save(program, folder / MODEL_FILE)
             self.plan.save(folder)
             (folder / REPORT_FILE).write_text(json.dumps(dict(self.report), indent=1) + "\n")
@@ -87,8 +87,8 @@ class Conversion:
                 self._write_page(folder)
             if self.origin is not None and self.origin.spec.endswith(".onnx"):
                 self._write_onnx(Path(self.origin.spec), folder)
-        if self.code is not None:
-            remember(Path(out), self.code)
+            if self.code is not None:
+                remember(folder, self.code)
         return Path(out)
 
     def _write_page(self, folder: Path) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrewrite.errors import AttnRewriteError, InputError, Refusal
+from attnrewrite.errors import InputError, Refusal, told
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.latency import Latency, environment, measure
 from attnrewrite.evaluation.records import Comparison, Evaluation, Quantiles, Row
 from attnrewrite.images.dataset import Images
-from attnrewrite.images.preprocessing import Preprocessing
+from attnrewrite.images.preprocessing import Preprocessing, image_size
 from attnrewrite.request import Progress
 from attnrewrite.targets.base import Artifact, Run, Target, get_target
 
@@ -95,7 +95,7 @@ def evaluated(
         {name: model.module for name, model in models.items()},
         images,
         first.preprocessing,
-        input_size=_size(first),
+        input_size=image_size(first.example_inputs[0].shape),
         reference=next(iter(models)) if others else None,
         batch_size=next(iter(fixed), None),
         progress=progress,
@@ -112,8 +112,8 @@ def prepared(model: CompareModel, target: Target, threads: int) -> tuple[Run, ..
         if target.availability().measure is None:
             return runs
         built = _built(model, target, threads)
-    except AttnRewriteError as error:
-        return (Run.refused("–", Refusal("failed", str(error))),)
+    except Exception as error:  # a target of another package raises what it likes
+        return (Run.refused("–", Refusal("failed", str(told(f"target {target.name!r}", error)))),)
     note = "; ".join((f"checked: {built.check}", f"schedule: {built.schedule}", *built.notes))
     return tuple(
         replace(run, max_abs_error=built.max_abs_error, size_bytes=built.size_bytes, note=note) for run in runs
@@ -142,7 +142,8 @@ def cost(model: CompareModel) -> tuple[int, int]:
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.module(*model.example_inputs)
     params = sum(parameter.numel() for parameter in model.module.parameters())
-    return params, counter.get_total_flops() // 2 // len(model.example_inputs[0])
+    images = next((len(tensor) for tensor in model.example_inputs if tensor.dim()), 1)
+    return params, counter.get_total_flops() // 2 // images
 
 
 def _row(
@@ -170,8 +171,3 @@ def _row(
         sites=model.sites,
         note="; ".join(filter(None, (str(run.reason or ""), run.note))),
     )
-
-
-def _size(model: CompareModel) -> tuple[int, int, int]:
-    channels, height, width = model.example_inputs[0].shape[1:]
-    return channels, height, width

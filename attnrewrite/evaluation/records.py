@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from attnrewrite.files import write_file
+from attnrewrite.files import as_path, write_file
 
 Status = Literal["measured", "estimated", "unavailable"]
 
@@ -96,7 +96,7 @@ class Comparison:
         """The same as text, written to `path` as well where one is given."""
         text = json.dumps(self.to_dict(), indent=2)
         if path is not None:
-            write_file(Path(path), text + "\n", force=True)
+            write_file(as_path(path), text + "\n", force=True)
         return text
 
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from keyword import iskeyword
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph, product_decompositions
 from attnrewrite.passes.fx.signature import is_open
+
+UNWRITABLE = frozenset("\"'\\\n\r")  # torch.fx writes a module's name between quotation marks
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,19 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
             ) from error
 
 
+def _require_writable_names(name: str, model: nn.Module | ExportedProgram) -> None:
+    """Raise InputError where a module or tensor has a name that torch.fx writes code with which is no Python."""
+    if isinstance(model, ExportedProgram):
+        paths = list(model.state_dict)
+    else:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        paths = [path for path, _ in (*model.named_modules(), *tensors)]
+    parts = {part for path in paths for part in path.split(".")}
+    odd = next((part for part in sorted(parts) if iskeyword(part) or set(part) & UNWRITABLE), None)
+    if odd is not None:
+        raise InputError(f"{name} calls a part of it {odd!r}, which no graph can write as Python: rename it")
+
+
 def has_open_batch(program: ExportedProgram) -> bool:
     """Whether the program takes any batch size: torch.export settles for one where the model's code does."""
     names = set(program.graph_signature.user_inputs)
@@ -79,6 +95,7 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     Raises:
         InputError: the model can neither be exported nor traced on its example inputs.
     """
+    _require_writable_names(name, model)
     if isinstance(model, ExportedProgram):
         program, note = model, None
     else:
@@ -125,4 +142,4 @@ def _traced_on_example(name: str, model: nn.Module, inputs: tuple[Tensor, ...], 
             node.meta.setdefault("val", tensor)
             node.meta["parameter"] = names.get(id(tensor), str(node.target))
     module = RemoveAssertions()(module)
-    return Captured(name, module, inputs, int(inputs[0].shape[0]), str(refusal), exact=False)
+    return Captured(name, module, inputs, next((len(x) for x in inputs if x.dim()), 1), str(refusal), exact=False)

@@ -208,6 +208,8 @@ class Mobile(LinearVariant):
             raise InputError(f"mobile: head_dim={self.head_dim} must be at least 1")
         if isinstance(self.keep_heads, float) and not 0 < self.keep_heads <= 1:
             raise InputError(f"mobile: keep_heads={self.keep_heads} must lie above 0 and be at most 1")
+        if self.keep_heads == ():
+            raise InputError("mobile: keep_heads=[] keeps none: name at least one head, or the fraction to keep")
 
     def refuse_form(self, site: AttentionSite) -> Refusal | None:
         channels = site.heads * site.head_dim

@@ -252,7 +252,7 @@ def test_damaged_files_are_left_out_where_that_is_asked_for(tmp_path: Path) -> N
     (tmp_path / "b/4.png").write_text("no picture")
     with pytest.raises(InputError, match=r"4\.png is not an image that can be read: mend it, remove it, or --skip-bad"):
         load_images(tmp_path)
-    images = load_images(tmp_path, skip_bad=True)
+    images = load_images(tmp_path, skip_bad=True).decoded(PLAIN, SIZE)
     assert [path.name for path in images.skipped] == ["2.png", "4.png"]
     assert images.y is not None
     assert images.y.tolist() == [0, 1]
@@ -264,7 +264,7 @@ def test_damaged_files_are_left_out_where_that_is_asked_for(tmp_path: Path) -> N
     for name in ("a/1.png", "b/3.png"):
         (tmp_path / name).write_text("no picture either")
     with pytest.raises(InputError, match="all 3 images are damaged"):
-        load_images(tmp_path, skip_bad=True)
+        load_images(tmp_path, skip_bad=True).whole(PLAIN, SIZE)
 
 
 def test_some_images_are_taken_with_their_labels_and_in_memory_they_are_not_copied() -> None:

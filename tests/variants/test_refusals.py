@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict, dict]] = {
     "too-many-heads": ("masked", {"heads": 3}, ON_GRID),
 }
 # given by variants of other packages alone
-FOREIGN = {"refused", "keys-not-weighed", "options-not-kept"}
+FOREIGN = {"refused", "keys-not-weighed", "options-not-kept", "variant-failed"}
 
 
 @pytest.mark.parametrize("code", CASES)
@@ -74,12 +74,21 @@ class Undecided(Plain):
     no_key_bias = "looks at all keys"  # type: ignore[assignment]
 
 
+class Failing(Plain):
+    def refuse_form(self, site: AttentionSite) -> None:
+        raise KeyError("no such thing\nanywhere")
+
+
+FAILED = "its variant fails when it is asked (KeyError: 'no such thing\\nanywhere'): mend its package"
+
+
 @pytest.mark.parametrize(
     ("variant", "change", "wanted"),
     [
         (Plain(), {}, None),
         (Plain(), {"heads": 3}, Refusal("refused", "has the wrong colour")),
         (Plain(), KEY_MASK, Refusal("keys-not-weighed", "masks keys, and the form has no weights for its keys")),
+        (Failing(), {}, Refusal("variant-failed", FAILED)),
         (Undecided(), KEY_MASK, Refusal("refused", "masks keys, and the form looks at all keys")),
     ],
 )
