@@ -9,8 +9,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from attnrewrite.errors import AttnRewriteError, InputError
+from attnrewrite.errors import AttnRewriteError, InputError, first_line
 
 LOWERED = frozenset({"artifact.json", "model.so", "model.tar", "model.mlpackage", "kernels.cl", "launches.json"})
 WRITTEN = LOWERED | {
@@ -38,6 +39,16 @@ def check_file(path: Path, what: str) -> None:
         raise InputError(f"{path} is a web page, not a {what}: fetch the file itself (its raw download)")
     if head.startswith(b"version https://git-lfs"):
         raise InputError(f"{path} is a Git LFS pointer, not a {what}: fetch the file with git lfs pull")
+
+
+def read_json(path: Path) -> Any:
+    """What the JSON file at `path` holds. Raises InputError where it cannot be read, or is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: it is not JSON ({first_line(error, 80)})") from error
 
 
 def check_free(out: Path, *, force: bool) -> None:
@@ -69,8 +80,8 @@ def _check_ours(out: Path) -> None:
 def _keys(record: Path) -> set[str]:
     """The keys of the JSON object in a file; none where it holds no such thing."""
     try:
-        content = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(record)
+    except InputError:
         return set()
     return set(content) if isinstance(content, dict) else set()
 
