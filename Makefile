@@ -32,9 +32,11 @@ demo: venv
 test: venv
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# Ten thousand attentions that nobody wrote, each disturbed somewhere; another SEED draws others.
+# Ten thousand damaged files, then ten thousand attentions that nobody wrote, each disturbed somewhere; another SEED
+# draws others.
 SEED ?= 1
 fuzz: venv
+	ulimit -v 16000000; PYTHONPATH=tests/helpers timeout 4h $(BIN)/python -m fuzz --cases 10000 --seed $(SEED) --jobs $(JOBS)
 	ulimit -v 16000000; ATTNREWRITE_FUZZ=$(SEED) timeout 8h $(BIN)/python -m pytest -n $(JOBS) \
 		tests/patterns/test_disturbed.py -k drawn
 

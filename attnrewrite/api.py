@@ -1,6 +1,5 @@
 """The verbs, as Python functions: explain, convert, evaluate, lower, compare."""
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from attnrewrite.conversion.convert import convert_source
-from attnrewrite.conversion.record import REPORT_FILE, Conversion, deployed
+from attnrewrite.conversion.record import Conversion, deployed, site_notes
 from attnrewrite.errors import InputError, Refusal, required, told, whole_number
 from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import evaluate_modules
@@ -253,8 +252,7 @@ def _planned_sites(folder: Path, found: Sequence[Mapping[str, Any]]) -> tuple[di
     taken = {site["id"] for site in replaced}
     free = [name for name in (f"site{n}" for n in range(len(replaced) + len(kept))) if name not in taken]
     sites = replaced + [{**site, "id": name} for site, name in zip(kept, free, strict=False)]
-    report = json.loads((folder / REPORT_FILE).read_text())
-    notes = {site["id"]: site["note"] for site in report["sites"]}
+    notes = site_notes(folder)
     ordered = sorted(sites, key=lambda site: int(site["id"].removeprefix("site")))
     return tuple({**site, "note": notes.get(site["id"])} for site in ordered)
 

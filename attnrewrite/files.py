@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 from attnrewrite.errors import AttnRewriteError, InputError, first_line
 
@@ -70,6 +71,16 @@ def _head(path: Path) -> bytes:
         return file.read(64).lstrip()
 
 
+def read_json(path: Path) -> Any:
+    """What the JSON file at `path` holds. Raises InputError where it cannot be read, or is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: it is not JSON ({first_line(error, 80)})") from error
+
+
 def check_free(out: Path, *, force: bool) -> None:
     """Raise InputError unless the folder `out` can be made or, with `force`, replaced: where it is empty, or holds
     nothing but what attnrewrite wrote. Nothing is written.
@@ -102,8 +113,8 @@ def _check_ours(out: Path) -> None:
 def _keys(record: Path) -> set[str]:
     """The keys of the JSON object in a file; none where it holds no such thing."""
     try:
-        content = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(record)
+    except InputError:
         return set()
     return set(content) if isinstance(content, dict) else set()
 

@@ -5,9 +5,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -133,7 +133,7 @@ def _of_today(name: str) -> str:
 
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    site: str
+    site: Annotated[str, Field(pattern=r"^site\d{1,9}$")]
     name: str
     variant: str
     options: dict[str, Any]

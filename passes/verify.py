@@ -82,7 +82,7 @@ def identity_errors(
     Raises:
         CheckFailedError: a site is off by more than IDENTITY_TOLERANCE: the extraction is wrong.
     """
-    found = site_errors(original, identity, scan, draws)
+    found, _ = site_errors(original, identity, scan, draws)
     for site, each in found.items():
         if each.fault is not None:
             raise CheckFailedError(each.fault, site=site)
@@ -92,8 +92,9 @@ def identity_errors(
 @torch.no_grad()
 def site_errors(
     original: GraphModule, identity: GraphModule, scan: Scan, draws: Sequence[Draw]
-) -> dict[str, SiteError]:
-    """For each rewritten site, how far softmax re-emitted from the extracted weights is from the original's value.
+) -> tuple[dict[str, SiteError], list[Tensor]]:
+    """For each rewritten site, how far softmax re-emitted from the extracted weights is from the original's value; and
+    the original's answer to the last of `draws`, in float64.
 
     Each site is given the original's own inputs, so that one site's error does not hide or feed another's. All is
     computed in float64: rounding would hide a wrong bias or scale, and large scores would look like one. The first of
@@ -104,11 +105,13 @@ def site_errors(
     values = {value for site in sites.values() for value in site.values} | {written_value(site) for site in asked}
     recorder = Wide(original, values)
     errors: dict[str, list[float | None]] = {site.id: [] for site in asked}
+    answer: list[Tensor] = []
     for draw in draws:
-        recorder.run(*draw.inputs)
+        answer = outputs(recorder.run(*draw.inputs))
         for site in asked:
             errors[site.id].append(_site_error(sites[site.id], recorder.kept, recorder.kept[written_value(site)]))
-    return {site.id: _judged(site, errors[site.id], [draw.name for draw in draws]) for site in asked}
+    names = [draw.name for draw in draws]
+    return {site.id: _judged(site, errors[site.id], names) for site in asked}, answer
 
 
 def _site_error(site: SiteModule, values: Mapping[str, Tensor], wanted: Tensor) -> float | None:
@@ -144,13 +147,13 @@ def _judged(site: AttentionSite, errors: Sequence[float | None], draws: Sequence
 
 
 @torch.no_grad()
-def rewriting_error(original: GraphModule, identity: GraphModule, draw: Draw) -> float:
-    """How far the whole model is from the original once every site is softmax re-emitted, in float64.
+def rewriting_error(identity: GraphModule, draw: Draw, answer: Sequence[Tensor]) -> float:
+    """How far the whole model, every site softmax re-emitted, is from the original's `answer` to `draw`, in float64.
 
     Raises:
         CheckFailedError: by more than REWRITING_TOLERANCE, although each site alone is right.
     """
-    pairs = zip(outputs(Wide(identity).run(*draw.inputs)), outputs(Wide(original).run(*draw.inputs)), strict=True)
+    pairs = zip(outputs(Wide(identity).run(*draw.inputs)), answer, strict=True)
     error = max((known_error(found, wanted) for found, wanted in pairs), default=0.0)
     if not error <= REWRITING_TOLERANCE:
         raise CheckFailedError(

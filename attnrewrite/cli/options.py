@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.request import Budget, Execution, Option
 
 MODEL, RUN = "The model", "The run"
@@ -43,15 +43,18 @@ def _read_config(context: typer.Context, config: Path | None) -> Path | None:
         said = tomllib.loads(config.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read --config {config}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"--config {config} is not TOML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"--config {config} is not TOML: {first_line(error)}") from error
     context.meta[JSON] = context.meta.get(JSON, False) or said.get("json") in (True, "true")
-    known = {name: parameter for name, parameter in _parameters(context).items() if name not in NOT_SAVED}
+    parameters = {name: parameter for name, parameter in _parameters(context).items() if name not in NOT_SAVED}
+    known = {name.replace("-", "_"): parameter for name, parameter in parameters.items()}
     values = {}
     for key, value in said.items():
         if (name := key.replace("-", "_")) not in known:
             raise unknown_name(f"option of {context.info_name} in {config}", key, [n.replace("_", "-") for n in known])
-        values[name] = _as_given(value, many=bool(getattr(known[name], "multiple", False)) or known[name].nargs != 1)
+        values[known[name].name] = _as_given(
+            value, many=bool(getattr(known[name], "multiple", False)) or known[name].nargs != 1
+        )
     context.default_map = values
     return config
 
@@ -68,9 +71,9 @@ def _as_given(value: Any, *, many: bool) -> Any:
 def save_config(context: typer.Context, path: Path) -> None:
     """Write the options that were given, on the command line or by --config, to a TOML file that --config reads."""
     given = {
-        name.replace("_", "-"): _as_toml(context.params[name])
-        for name in _parameters(context)
-        if name not in NOT_SAVED and getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"
+        name: _as_toml(context.params[parameter.name])
+        for name, parameter in _parameters(context).items()
+        if getattr(context.get_parameter_source(parameter.name), "name", "DEFAULT") != "DEFAULT"
     }
     lines = [
         f"# attnrewrite {context.info_name} --config {path}",
@@ -89,7 +92,9 @@ def _as_toml(value: Any) -> str:
 
 
 def _parameters(context: typer.Context) -> dict[str, Any]:
-    return {parameter.name: parameter for parameter in context.command.params if parameter.name}
+    """What a file may hold, by its name on the command line."""
+    parameters = [each for each in context.command.params if each.name and each.name not in NOT_SAVED]
+    return {max(each.opts, key=len).removeprefix("--").replace("_", "-"): each for each in parameters}
 
 
 @dataclass(frozen=True)

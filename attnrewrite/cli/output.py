@@ -47,7 +47,7 @@ def show(outcome: Outcome, *, as_json: bool) -> None:
     else:
         from rich.console import Console
 
-        console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
+        console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty(), markup=False)
         with console.capture() as captured:
             console.print(outcome.shown)
         text = captured.get()
@@ -172,6 +172,10 @@ def conversion_table(report: Mapping[str, Any], out: Path) -> "RenderableType":
         parts.append(table(title, columns, rows))
     if selection:
         parts.append(f"\n{promised(selection)}")
+    drawn = len(report["checks"]["draws"]) - 1
+    parts.append(
+        f"\nchecked against the original on the example and {drawn} drawn inputs in {report['checks']['seconds']:.1f} s"
+    )
     return Group(*parts)
 
 

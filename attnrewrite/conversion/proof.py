@@ -51,14 +51,14 @@ def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSi
     graph, teacher = scanned.graph.module, with_softmax(scanned, sites)
     started = time.perf_counter()
     agreed = agreement(source.name, _runnable(source), graph, drawn(graph, source.example_inputs))
-    errors = site_errors(graph, teacher, scanned.scan, agreed.draws)
+    errors, answer = site_errors(graph, teacher, scanned.scan, agreed.draws)
     faults = {site: each.fault for site, each in errors.items() if each.fault is not None}
     if faults and (not keep_bad or len(faults) == len(sites)):
         site, fault = next(iter(faults.items()))
         raise CheckFailedError(fault, site=site)
     if faults:
         teacher = with_softmax(scanned, [site for site in sites if site.id not in faults])
-    rewriting = rewriting_error(graph, teacher, agreed.draws[-1])
+    rewriting = rewriting_error(teacher, agreed.draws[-1], answer)
     report = {
         "seconds": round(time.perf_counter() - started, 3),
         "draws": [draw.name for draw in agreed.draws],

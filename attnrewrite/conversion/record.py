@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import first_process
 from attnrewrite.errors import InputError
-from attnrewrite.files import as_path, staged
+from attnrewrite.files import as_path, read_json, staged
 from attnrewrite.frontends.capture import export
 from attnrewrite.frontends.sources import Origin
 from attnrewrite.frontends.trust import remember
@@ -105,6 +105,20 @@ class Conversion:
         assert self.origin is not None
         inputs = telling(drawn(self.original, self.example_inputs))
         write_file(source, self.plan, deployed(self.module), inputs, self.origin.input_size, folder / ONNX_FILE)
+
+
+def site_notes(folder: Path) -> dict[str, str | None]:
+    """What the report of a converted folder remarks on each site, by id.
+
+    Raises:
+        InputError: the report is missing or damaged.
+    """
+    try:
+        sites = read_json(folder / REPORT_FILE)["sites"]
+        noted = {str(site["id"]): site["note"] for site in sites}
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder / REPORT_FILE} is damaged: it does not say what became of each site") from error
+    return {site: None if note is None else str(note) for site, note in noted.items()}
 
 
 def deployed(module: GraphModule) -> GraphModule:

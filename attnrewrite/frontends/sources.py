@@ -5,7 +5,6 @@ timm:NAME, torchvision:NAME, hf:FOLDER or hf:NAME
 """
 
 import copy
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from attnrewrite.errors import InputError, unknown_name
-from attnrewrite.files import as_path, check_file
+from attnrewrite.files import as_path, check_file, read_json
 from attnrewrite.frontends.checkpoints import SUFFIXES, load_checkpoint, read_program
 from attnrewrite.frontends.examples import TEXT, given_examples, made_example, reads_tokens, require_runs
 from attnrewrite.frontends.factories import call_factory, split_factory
@@ -294,9 +293,9 @@ def _from_folder(folder: Path, checkpoint: str | None) -> Source:
         raise InputError(f"{folder} is not a converted model, as it holds no model.pt2{hint}")
     source = _from_program(read_program(folder / "model.pt2"), folder.absolute().name, checkpoint)
     try:
-        said = json.loads((folder / "report.json").read_text())["source"]
+        said = read_json(folder / "report.json")["source"]
         origin = None if said is None else TypeAdapter(Origin).validate_python(said)
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+    except (InputError, KeyError, TypeError, ValidationError) as error:
         raise InputError(f"{folder / 'report.json'} is missing or damaged: convert the model again") from error
     return replace(
         source, origin=origin, preprocessing=origin.preprocessing if origin else None, folder=folder.absolute()

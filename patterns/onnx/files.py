@@ -1,7 +1,9 @@
 """Reading ONNX files that others wrote: refused in one line where they are damaged, or reach outside their folder."""
 
+import logging
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import onnx
@@ -34,7 +36,8 @@ def read_model(path: Path) -> ir.Model:
     for initialiser in proto.graph.initializer:
         _check_stored(path, initialiser)
     try:
-        model = ir.serde.deserialize_model(proto)
+        with _quiet():
+            model = ir.serde.deserialize_model(proto)
     except Exception as error:  # onnx_ir raises many kinds
         raise InputError(f"{path}: not a sound ONNX model: {_innermost(error)}") from error
     for tensor in _tensors(model):
@@ -109,6 +112,18 @@ def _attribute_tensors(node: ir.Node) -> Iterator[ir.ExternalTensor]:
         for tensor in held.get(attribute.type, ()):
             if isinstance(tensor, ir.ExternalTensor):
                 yield tensor
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """onnx_ir remarks on what it mends; what it cannot mend is told as an error."""
+    logger = logging.getLogger("onnx_ir")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _innermost(error: BaseException) -> str:

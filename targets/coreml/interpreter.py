@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, first_line
 from attnrewrite.targets.coreml.operators import arithmetic, movement
 from attnrewrite.targets.coreml.operators.arithmetic import DTYPES
 
@@ -69,13 +69,25 @@ class Diagnosis:
 
 
 def load(package: Path) -> Any:
-    """The program inside a saved `.mlpackage`."""
+    """The program inside a saved `.mlpackage`.
+
+    Raises:
+        InputError: coremltools cannot read it: it is damaged, or holds no program.
+    """
     import coremltools as ct
     from coremltools.converters.mil.frontend.milproto.load import load as load_program
 
-    model = ct.models.MLModel(str(package), skip_model_load=True)
-    spec = model.get_spec()
-    return load_program(spec, spec.specificationVersion, model.weights_dir)
+    try:
+        model = ct.models.MLModel(str(package), skip_model_load=True)
+        spec = model.get_spec()
+        program = load_program(spec, spec.specificationVersion, model.weights_dir)
+    except Exception as error:  # coremltools raises what its parts raise
+        raise InputError(
+            f"{package} cannot be read as a Core ML program ({first_line(error)}): fetch it again"
+        ) from error
+    if "main" not in program.functions:
+        raise InputError(f"{package} has no function main, only {', '.join(program.functions) or 'none'}")
+    return program
 
 
 @torch.inference_mode()

@@ -1,0 +1,43 @@
+"""Damaged files end in one clear line or in the right result; what holds the cases in bounds is itself held to it."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fuzz.limits import Limits, confined
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+
+def test_damaged_files_are_refused_or_read_right() -> None:
+    """The command of `make fuzz`, on a few of its ten thousand."""
+    kinds = ("onnx", "safetensors", "pth", "npz", "pictures", "configuration")  # the others take long to begin with
+    command = [sys.executable, "-m", "fuzz", "--cases", "200", *(word for kind in kinds for word in ("--kind", kind))]
+    path = os.pathsep.join([str(HELPERS), str(HELPERS.parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cases of seed 1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        (lambda: "right", "right"),
+        (lambda: time.sleep(60) or "", "died: it hangs (SIGALRM)"),
+        (lambda: spin(), "died: it hangs (SIGXCPU)"),
+        (lambda: str(len(bytes(1 << 31))), "MemoryError"),
+        (lambda: str(1 // 0), "ZeroDivisionError"),
+        (lambda: os.abort(), "died: it crashes (SIGABRT)"),
+        (lambda: os._exit(3), "died: it leaves with 3"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_is_confined_and_told(work: object, told: str) -> None:
+    assert told in confined(work, Limits(seconds=1, patience=2, memory=1 << 30))  # type: ignore[arg-type]
+
+
+def spin() -> str:
+    while True:
+        pass
