@@ -59,7 +59,7 @@ def store(buffer: Any, at: Position, value: Value, lanes: int, stride: int = 1) 
 
 def name(value: Value) -> Value:
     """The value, computed once however often it is read."""
-    return T.bind(value)
+    return value if isinstance(value, int) else T.bind(value)
 
 
 def select(condition: Value, one: Value, other: Value) -> Value:
