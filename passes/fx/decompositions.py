@@ -51,7 +51,7 @@ def own_decompositions(operators: Iterable[Any]) -> dict[Any, Callable[..., Any]
     wanted = [each for each in operators if isinstance(each, torch._ops.OpOverload)]
     composite = torch.export.default_decompositions()
     found: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions(wanted)
-    return {each: composite[each] for each in wanted if each in composite} | found
+    return found | {each: composite[each] for each in wanted if each in composite}
 
 
 def _operators(program: ExportedProgram) -> Counter[Any]:

@@ -3,8 +3,6 @@
 It hides tvm.relax.frontend.torch, whose ExportedProgramImporter translates node by node.
 """
 
-import math
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +15,7 @@ from torch.fx import Node
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.fx.decompositions import Decompose, own_decompositions
 from attnrewrite.targets.prepare import canonical
+from attnrewrite.targets.tvm.written_out import ARITHMETIC, MISREAD, WRITTEN_OUT
 
 aten = torch.ops.aten
 
@@ -42,14 +41,16 @@ def import_program(program: ExportedProgram) -> Any:
     """
     program = canonical(program)
     for _ in range(DEEPEST):
-        program = _written_out(program, {node.target for node in program.graph.nodes if _is_misread(node)})
+        misread = {node.target for node in program.graph.nodes if _is_misread(node)}
+        if misread:
+            program = canonical(Decompose(_in_others(misread))(program))
         try:
             return _translated(program)
         except _Untranslated as failure:
-            simpler = _written_out(program, {failure.node.target, *_unknown(program)})
-            if simpler is program:
+            table = _in_others({failure.node.target, *_unknown(program)})
+            if failure.node.target not in table:
                 raise _refused(failure) from failure
-            program = simpler
+            program = canonical(Decompose(table)(program))
     raise InputError(f"TVM cannot import the module: its operators are written out more than {DEEPEST} times over")
 
 
@@ -60,13 +61,9 @@ def _refused(failure: _Untranslated) -> InputError:
     )
 
 
-def _written_out(program: ExportedProgram, operators: set[Any]) -> ExportedProgram:
-    """The program without those of the operators that can be written out; itself where that is none."""
-    table = own_decompositions(operators) | {each: _WRITTEN_OUT[each] for each in operators & _WRITTEN_OUT.keys()}
-    if not table:
-        return program
-    simpler = Decompose(table).apply(program)
-    return canonical(simpler.graph) if simpler.modified else program
+def _in_others(operators: set[Any]) -> dict[Any, Callable[..., Any]]:
+    """What operators are written out in; ours go before torch's own, which may be in more, or in none that we know."""
+    return own_decompositions(operators) | {each: WRITTEN_OUT[each] for each in operators & WRITTEN_OUT.keys()}
 
 
 def _translated(program: ExportedProgram) -> Any:
@@ -81,9 +78,11 @@ def _translated(program: ExportedProgram) -> Any:
         if convert is None:
             raise _Untranslated(node, "")
         try:
-            return convert(node)
+            made = convert(node)
         except Exception as error:
             raise _Untranslated(node, f" for these operands ({first_line(error, 120)})") from error
+        _require_same(node, made)
+        return made
 
     called = [node for node in program.graph.nodes if node.op == "call_function"]
     importer.convert_map = {node.target.__name__: translate for node in called}
@@ -93,6 +92,20 @@ def _translated(program: ExportedProgram) -> Any:
         raise
     except Exception as error:
         raise InputError(f"TVM cannot import the module: {first_line(error)}") from error
+
+
+def _require_same(node: Node, made: Any) -> None:
+    """That a translation has the shape and the kind of numbers that its node has, where both are single tensors."""
+    value = node.meta.get("val")
+    ty: Any = getattr(made, "ty", None)
+    if not isinstance(value, Tensor) or not hasattr(ty, "dtype") or getattr(ty, "shape", None) is None:
+        return
+    sizes = [getattr(size, "value", None) for size in getattr(ty.shape, "values", ())]
+    dtype = str(value.dtype).removeprefix("torch.")
+    kinds = [each.rstrip("0123456789") for each in (dtype, str(ty.dtype))]
+    if None not in sizes and (tuple(sizes) != tuple(value.shape) or kinds[0] != kinds[1]):
+        found = f"{ty.dtype} of {tuple(sizes)}, not {dtype} of {tuple(value.shape)}"
+        raise _Untranslated(node, f" as torch means it: it makes {found}")
 
 
 def _unknown(program: ExportedProgram) -> set[Any]:
@@ -105,70 +118,15 @@ def _unknown(program: ExportedProgram) -> set[Any]:
 
 
 def _is_misread(node: Node) -> bool:
-    """Whether the importer translates a node into something else than it means."""
+    """Whether the importer translates a node into something else than it means, or into what nothing computes well."""
     if node.target is aten.index.Tensor:
         indices = node.args[1]
         assert isinstance(indices, Sequence)
         return sum(index is not None for index in indices) > 1
-    if node.target in _ARITHMETIC:
-        return "alpha" in node.kwargs or any(each.dtype != node.meta["val"].dtype for each in _tensors(node))
-    return node.target is aten.std.correction
-
-
-def _tensors(node: Node) -> list[Tensor]:
-    return [argument.meta["val"] for argument in node.args if isinstance(argument, Node)]
-
-
-def _many_indices(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-    """Indexing along several axes as indexing along one that joins them."""
-    axes = [axis for axis, index in enumerate(indices) if index is not None]
-    given = [index for index in indices if index is not None]
-    if len(axes) < 2 or any(index.dtype == torch.bool for index in given):
-        return NotImplemented
-    others = [axis for axis in range(x.dim()) if axis not in axes]
-    sizes = [x.shape[axis] for axis in axes]
-    place = torch.where(given[0] < 0, given[0] + sizes[0], given[0])
-    for index, size in zip(given[1:], sizes[1:], strict=True):
-        place = place * size + torch.where(index < 0, index + size, index)
-    joined = x.permute(*axes, *others).reshape(math.prod(sizes), *(x.shape[axis] for axis in others))
-    found = joined.index_select(0, place.flatten()).reshape(*place.shape, *joined.shape[1:])
-    # The new axes stand where the indexed ones did, or first where those are no neighbours.
-    first = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
-    new, kept = list(range(place.dim())), list(range(place.dim(), found.dim()))
-    return found.permute(*kept[:first], *new, *kept[first:])
-
-
-def _in_one_type(operation: Callable[[Any, Any], Tensor], turned: bool = False) -> Callable[..., Tensor]:
-    """Arithmetic whose operands have the type of its result, as the importer takes the operands' for it."""
-
-    def compute(one: Tensor, other: Tensor | float, *, alpha: float = 1) -> Tensor:
-        dtype = torch.result_type(one, other)
-        if operation is operator.truediv and not dtype.is_floating_point:
-            dtype = torch.get_default_dtype()
-        typed = [x.to(dtype) if isinstance(x, Tensor) else x for x in (one, other)]
-        if alpha != 1:
-            scaled = 0 if turned else 1
-            typed[scaled] = typed[scaled] * alpha
-        elif all(x.dtype == dtype for x in (one, other) if isinstance(x, Tensor)):
-            return NotImplemented
-        return operation(*reversed(typed)) if turned else operation(*typed)
-
-    return compute
-
-
-_ARITHMETIC: dict[Any, Callable[..., Tensor]] = {
-    aten.add.Tensor: _in_one_type(operator.add),
-    aten.add.Scalar: _in_one_type(operator.add),
-    aten.sub.Tensor: _in_one_type(operator.sub),
-    aten.sub.Scalar: _in_one_type(operator.sub),
-    aten.mul.Tensor: _in_one_type(operator.mul),
-    aten.mul.Scalar: _in_one_type(operator.mul),
-    aten.div.Tensor: _in_one_type(operator.truediv),
-    aten.div.Scalar: _in_one_type(operator.truediv),
-    aten.rsub.Scalar: _in_one_type(operator.sub, turned=True),
-}
-# Ours go before torch's own, which are in more operators, or in none that the importer knows.
-_WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {aten.index.Tensor: _many_indices, **_ARITHMETIC}
+    if node.target in ARITHMETIC:
+        given = [argument.meta["val"] for argument in node.args if isinstance(argument, Node)]
+        return len(node.args) > 2 or "alpha" in node.kwargs or any(x.dtype != node.meta["val"].dtype for x in given)
+    return node.target in MISREAD
 
 
 def _index(importer: Any, node: Node) -> Any:

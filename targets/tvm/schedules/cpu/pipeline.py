@@ -8,6 +8,7 @@ from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
 from attnrewrite.targets.tvm.schedules.cpu.attention import ATTENTION
 from attnrewrite.targets.tvm.schedules.cpu.convolution import CONVOLUTION
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import ARITHMETIC, JOIN, PAD
+from attnrewrite.targets.tvm.schedules.cpu.gather import TAKE
 from attnrewrite.targets.tvm.schedules.cpu.matmul import MATMUL
 from attnrewrite.targets.tvm.schedules.cpu.normalisation import GROUP_NORM, NORM, SOFTMAX
 from attnrewrite.targets.tvm.schedules.cpu.reduction import POOL, REDUCTION
@@ -24,6 +25,7 @@ RULES: tuple[Rule, ...] = (
     SOFTMAX,
     REDUCTION,
     POOL,
+    TAKE,
     JOIN,
     PAD,
     ARITHMETIC,
