@@ -142,27 +142,39 @@ def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_o
     return x.flatten().index_select(0, places.flatten()).reshape(tuple(size))
 
 
-def _separable(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _by_units(x: Tensor, resize: Callable[[Tensor, int], Tensor]) -> Tensor:
     """A resize of images as two products: with what each new column takes of the old ones, and each new row.
 
-    What they take is what the operation makes of unit images of one row, or of one column: constants.
+    What they take is what `resize` makes of unit images of one column (axis 0) or one row (axis 1): constants.
     """
+    if x.dim() != 4 or 1 in x.shape[2:]:
+        return NotImplemented
+    high, wide = (torch.eye(size, dtype=x.dtype, device=x.device) for size in x.shape[2:])
+    rows, columns = resize(high[None, ..., None], 0)[0, :, :, 0], resize(wide[None, :, None], 1)[0, :, 0]
+    return rows.T @ (x @ columns)
 
+
+def _kept(values: Sequence[Any] | None, axis: int, other: Any) -> list[Any] | None:
+    """A pair with `other` in the place of what is not for `axis`."""
+    return None if values is None else [value if each == axis else other for each, value in enumerate(values)]
+
+
+def _resize(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def compute(x: Tensor, size: Sequence[int] | None, *options: Any) -> Tensor:
-        if x.dim() != 4 or 1 in x.shape[2:]:
-            return NotImplemented
-        *given, scales = options
-        high, wide = x.shape[2:]
+        *given, factors = options
+        return _by_units(
+            x, lambda units, axis: operation(units, _kept(size, axis, 1), *given, _kept(factors, axis, 1.0))
+        )
 
-        def taken(shape: Sequence[int], along: int) -> Tensor:
-            """[1, old, new, 1], or [1, old, 1, new] where `along` is 1."""
-            units = torch.eye(shape[1], dtype=x.dtype, device=x.device).reshape(tuple(shape))
-            sizes = None if size is None else [each if axis == along else 1 for axis, each in enumerate(size)]
-            factors = None if scales is None else [each if axis == along else 1.0 for axis, each in enumerate(scales)]
-            return operation(units, sizes, *given, factors)
+    return compute
 
-        rows, columns = taken((1, high, high, 1), 0)[0, :, :, 0], taken((1, wide, 1, wide), 1)[0, :, 0]
-        return rows.T @ (x @ columns)
+
+def _smooth_resize(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def compute(x: Tensor, size: Sequence[int], align_corners: bool, *factors: float | None) -> Tensor:
+        def resize(units: Tensor, axis: int) -> Tensor:
+            return operation(units, _kept(size, axis, 1), align_corners, *(_kept(factors, axis, None) or ()))
+
+        return _by_units(x, resize)
 
     return compute
 
@@ -284,6 +296,7 @@ def _summed_as(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return compute
 
 
+SMOOTH_RESIZES = (aten._upsample_bicubic2d_aa.default, aten._upsample_bilinear2d_aa.default)
 RESIZES = (
     aten._upsample_bicubic2d_aa.vec,
     aten._upsample_bilinear2d_aa.vec,
@@ -309,7 +322,8 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.im2col.default: _im2col,
     aten.std.correction: _deviation,
     aten.unfold.default: _unfold,
-    **{each: _separable(each) for each in RESIZES},
+    **{each: _resize(each) for each in RESIZES},
+    **{each: _smooth_resize(each) for each in SMOOTH_RESIZES},
     aten._adaptive_avg_pool2d.default: _adaptive_mean,
     aten.adaptive_avg_pool2d.default: _adaptive_mean,
     aten.avg_pool1d.default: _line_mean,
@@ -329,6 +343,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
 # What the importer has and misreads, or reads as what no schedule of ours knows, and that is written out well.
 MISREAD = {
     *RESIZES,
+    *SMOOTH_RESIZES,
     aten._adaptive_avg_pool2d.default,
     aten.adaptive_avg_pool2d.default,
     aten.avg_pool1d.default,

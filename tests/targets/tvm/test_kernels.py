@@ -359,6 +359,24 @@ def test_concatenation(lengths: list[int], axis: int) -> None:
     np.testing.assert_array_equal(run(), np.concatenate([-arrays[0], *arrays[1:]], axis))
 
 
+@DRAWN
+@given(
+    shape=st.tuples(*3 * [st.integers(1, 20)]), axis=st.integers(0, 2), count=st.integers(1, 30), moved=st.booleans()
+)
+def test_elements_from_known_places(shape: Shape, axis: int, count: int, moved: bool) -> None:
+    (x,) = values(shape)
+    places = np.random.default_rng(count).integers(-shape[axis], shape[axis], count)
+
+    def take(x: object) -> object:
+        found = relax.op.take(x, relax.const(places), axis, mode="wrap")
+        return relax.op.permute_dims(found, (2, 0, 1)) if moved else found
+
+    rules, run = scheduled([x], take)
+    assert rules == ["take"]
+    expected = np.take(x, places, axis)
+    np.testing.assert_array_equal(run(), expected.transpose(2, 0, 1) if moved else expected)
+
+
 @pytest.mark.parametrize("shape", [(3, 5), (16,), (4099,)])
 def test_batch_norm_and_other_arithmetic_with_constants_is_elementwise(shape: Shape) -> None:
     (x,) = values((1, *shape))
