@@ -13,8 +13,11 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import math
 import multiprocessing
 import os
+import resource
+import signal
 import sys
 import tempfile
 import time
@@ -34,6 +37,7 @@ from torch import Tensor, nn
 from attnrewrite import api
 from attnrewrite.conversion.record import deployed
 from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, NothingMatchedError, first_line
+from attnrewrite.frontends.torchvision import import_torchvision
 from attnrewrite.targets.coreml.lowering import lower
 from attnrewrite.targets.coreml.pipeline import LAYOUTS
 from attnrewrite.targets.prepare import reference, specialise
@@ -41,6 +45,7 @@ from attnrewrite.targets.prepare import reference, specialise
 VARIANT = "l1:approximate=true"  # the published form, also where it must leave out a mask or a bias
 FORMS = ("original", "converted")
 SHARED = ("coremltools", "timm", "torchvision", "transformers", "vit_pytorch")
+PATIENCE = 10
 OURS = ("confirmed", "refused", "wrong", "failed")  # what a lowering can come to
 
 
@@ -131,24 +136,31 @@ def builder(folder: Path | None) -> tuple[Sequence[str], Callable[[str], Any]]:
 
 
 def in_own_process(task: Task, variant: str, folder: Path | None, seconds: float) -> Row:
-    """What `measure` gives in a fork of this process, or the row that says how it ended."""
+    """What `measure` gives in a fork of this process, or the row that says how it ended.
+
+    `seconds` are the processor's, so that other jobs on the machine do not end it; a hang ends after `PATIENCE` times
+    as many of the clock's.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(theirs, task, variant, folder))
+    process = context.Process(target=_work, args=(theirs, task, variant, folder, seconds))
     started = time.perf_counter()
     process.start()
     theirs.close()
     try:
         late = Row(**asdict(task), status="failed", reason=f"took longer than {seconds:.0f} s")
-        row = ours.recv() if ours.poll(seconds) else late
+        row = ours.recv() if ours.poll(PATIENCE * seconds) else late
     except EOFError:
-        row = Row(**asdict(task), status="failed", reason="the process ended without an answer")
+        process.join()
+        ended = Row(**asdict(task), status="failed", reason="the process ended without an answer")
+        row = late if process.exitcode == -signal.SIGXCPU else ended
     process.kill()
     process.join()
     return Row(**{**asdict(row), "seconds": round(time.perf_counter() - started, 1)})
 
 
-def _work(told: Connection, task: Task, variant: str, folder: Path | None) -> None:
+def _work(told: Connection, task: Task, variant: str, folder: Path | None, seconds: float) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), math.ceil(seconds) + 5))
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     silence = os.open(os.devnull, os.O_WRONLY)
@@ -212,10 +224,11 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["engine"])
     parser.add_argument("--variant", default=VARIANT, help="of the converted form, with its options")
     parser.add_argument("--zoo", type=Path, help="a folder with another zoo.py")
-    parser.add_argument("--seconds", type=float, default=400, help="that one row may take")
+    parser.add_argument("--seconds", type=float, default=400, help="of the processor that one row may take")
     parser.add_argument("--again", action="store_true", help="do what is in the results but was not confirmed again")
     asked = parser.parse_args()
     names, _ = builder(asked.zoo)
+    import_torchvision()
     for library in SHARED:  # imported once, and not by each model's process
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
