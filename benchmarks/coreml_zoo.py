@@ -29,6 +29,7 @@ from zoo.runs import SHARED, builder, in_own_process
 from attnrewrite import api
 from attnrewrite.conversion.record import deployed
 from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, NothingMatchedError, Refusal, first_line
+from attnrewrite.frontends.torchvision import import_torchvision
 from attnrewrite.targets.coreml.lowering import lower
 from attnrewrite.targets.coreml.pipeline import LAYOUTS
 from attnrewrite.targets.prepare import reference, specialise
@@ -175,10 +176,11 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["engine"])
     parser.add_argument("--variant", default=VARIANT, help="of the converted form, with its options")
     parser.add_argument("--zoo", type=Path, help="a folder with another zoo.py")
-    parser.add_argument("--seconds", type=float, default=400, help="that one row may take")
+    parser.add_argument("--seconds", type=float, default=400, help="of the processor that one row may take")
     parser.add_argument("--again", action="store_true", help="do what is in the results but was not confirmed again")
     asked = parser.parse_args()
     names, _ = builder(asked.zoo)
+    import_torchvision()
     for library in SHARED:  # imported once, and not by each model's process
         with contextlib.suppress(ImportError):
             importlib.import_module(library)

@@ -3,9 +3,11 @@ but its own row.
 """
 
 import importlib.util
+import math
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ import zoo
 from attnrewrite.errors import Refusal
 
 SHARED = ("coremltools", "onnxruntime", "onnxscript", "timm", "torchvision", "transformers", "tvm", "vit_pytorch")
+PATIENCE = 10
 
 
 def builder(folder: Path | None) -> tuple[Sequence[str], Callable[[str], Any]]:
@@ -35,24 +38,32 @@ def builder(folder: Path | None) -> tuple[Sequence[str], Callable[[str], Any]]:
 
 
 def in_own_process(work: Callable[[], Any], seconds: float, gigabytes: float | None = None) -> Any:
-    """What `work` gives in a fork of this process that prints nothing, or the refusal that says how it ended."""
+    """What `work` gives in a fork of this process that prints nothing, or the refusal that says how it ended.
+
+    `seconds` are the processor's, so that other jobs on the machine do not end it; a hang ends after `PATIENCE` times
+    as many of the clock's.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(theirs, work, gigabytes))
+    process = context.Process(target=_work, args=(theirs, work, seconds, gigabytes))
     process.start()
     theirs.close()
+    late = Refusal("late", f"took longer than {seconds:.0f} s")
     try:
-        return ours.recv() if ours.poll(seconds) else Refusal("late", f"took longer than {seconds:.0f} s")
+        return ours.recv() if ours.poll(PATIENCE * seconds) else late
     except EOFError:
-        return Refusal("died", "the process ended without an answer")
+        process.join()
+        died = Refusal("died", "the process ended without an answer")
+        return late if process.exitcode == -signal.SIGXCPU else died
     finally:
         process.kill()
         process.join()
 
 
-def _work(told: Connection, work: Callable[[], Any], gigabytes: float | None) -> None:
+def _work(told: Connection, work: Callable[[], Any], seconds: float, gigabytes: float | None) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), math.ceil(seconds) + 5))
     if gigabytes is not None:
         most = int(gigabytes * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
