@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
-from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch import Tensor
 
 from attnrewrite.conversion.convert import convert_source
 from attnrewrite.conversion.record import REPORT_FILE, Conversion, deployed
@@ -18,11 +17,12 @@ from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
 from attnrewrite.files import staged, write_file
+from attnrewrite.frontends.batches import any_batch, fixed_batch, runnable
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import Source, examine_onnx, load_source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.pages.comparison import comparison_page, comparison_table
-from attnrewrite.passes.fx.signature import is_open
+from attnrewrite.passes.in_batches import first_images
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import scan
@@ -82,6 +82,7 @@ def convert(
     keep_bad: bool = False,
     seed: int = 0,
     threads: int | None = None,
+    memory: str | int | None = None,
     state: str | Path | None = None,
     progress: Progress | None = None,
     **how: Any,
@@ -98,6 +99,8 @@ def convert(
         samples: how many of them to use. steps: of distillation after the closed-form fit.
         keep: ids or names of sites that stay as they are, or patterns of them ("decoder.*").
         keep_bad: leave a site whose check fails as it is, and say so in the report, instead of stopping.
+        memory: bytes, or text such as "4GiB", that calibration stays within (default: what is held now and half of what
+            is free). The result is the same to rounding.
         state: a folder for what an interrupted distillation needs to go on from where it was, to the same weights.
         how: checkpoint, input_size, mean, std, as `load_source` takes them.
 
@@ -108,7 +111,7 @@ def convert(
     """
     budget = Budget(max_drop, max_latency, target, candidates or ())  # type: ignore[arg-type]
     request = Calibration(calibration, samples, steps)
-    execution = Execution(seed, threads, progress, None if state is None else Path(state))
+    execution = Execution(seed, threads, progress, None if state is None else Path(state), memory)
     chosen = requested(variant, options, budget, calibrated=calibration is not None)
     return convert_source(_load(source, example_inputs, **how), chosen, request, execution, keep, keep_bad)
 
@@ -132,15 +135,15 @@ def evaluate(
     """
     loaded = _load(source, None, **how)
     reference = _original(source, loaded, original)
-    modules = {loaded.name: runnable(loaded)}
+    modules = {loaded.name: any_batch(loaded)}
     images = load_images(data)
     most = None if batch_size is None else min(batch_size, len(images))
     if reference is not None:
-        modules = {f"{reference.name} (original)": runnable(reference), **modules}
+        modules = {f"{reference.name} (original)": any_batch(reference), **modules}
     first = next(iter(modules)) if reference is not None else None
     return evaluate_modules(
         modules, images, loaded.preprocessing, input_size=loaded.input_size, reference=first,
-        batch_size=_fixed_batch(loaded) or most, progress=progress,
+        batch_size=most, progress=progress,
     )  # fmt: skip
 
 
@@ -165,7 +168,7 @@ def lower(
     """
     chosen = get_target(target) if layout is None else get_target(target).with_layout(layout)
     loaded = _load(source, example_inputs, **how)
-    inputs = tuple(t[:1] for t in loaded.example_inputs) if _fixed_batch(loaded) is None else loaded.example_inputs
+    inputs = _one_call(loaded)
     with staged(Path(out), force=force) as folder:
         artifact = chosen.lower(loaded.name, runnable(loaded), inputs, folder, threads=threads or 1)
     return replace(artifact, path=Path(out))
@@ -204,22 +207,13 @@ def compare(
     compared = {}
     for name, model in models.items():
         loaded = _load(model, example_inputs, **how)
-        inputs = tuple(t[:1] for t in loaded.example_inputs) if _fixed_batch(loaded) is None else loaded.example_inputs
+        free = None if data is None else any_batch(loaded)
         compared[name] = CompareModel(
-            name, runnable(loaded), inputs, loaded.preprocessing, sites_of(model, loaded), _fixed_batch(loaded)
+            name, runnable(loaded), _one_call(loaded), loaded.preprocessing, sites_of(model, loaded), free
         )
     images = None if data is None else load_images(data)
     found = compare_models(compared, targets, images, threads=threads or 1, progress=progress)
     return Comparison(found.environment, found.rows)
-
-
-def runnable(source: Source) -> nn.Module:
-    """The source as a module in evaluation mode."""
-    if source.model is not None:
-        is_graph = isinstance(source.model, GraphModule)  # graphs were captured in evaluation mode, and stay in it
-        return source.model if is_graph else source.model.eval()
-    assert source.program is not None
-    return source.program.module()
 
 
 def sites_of(model: Model, loaded: Source) -> tuple[dict[str, Any], ...]:
@@ -275,14 +269,9 @@ def _original(source: Model, loaded: Source, original: Model | None) -> Source |
         return None
 
 
-def _fixed_batch(source: Source) -> int | None:
-    """The only batch size that an exported program takes, or None."""
-    if source.program is None:
-        return None
-    names = set(source.program.graph_signature.user_inputs)
-    first = next(n for n in source.program.graph.nodes if n.op == "placeholder" and n.name in names)
-    size = first.meta["val"].shape[0]
-    return None if is_open(size) else int(size)
+def _one_call(loaded: Source) -> tuple[Tensor, ...]:
+    """Inputs of one image, or of the only batch that the model takes."""
+    return loaded.example_inputs if fixed_batch(loaded) is not None else first_images(loaded.example_inputs, 1)
 
 
 __all__ = ["Comparison", "Conversion", "compare", "convert", "evaluate", "explain", "lower", "supported"]

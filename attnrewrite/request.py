@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrewrite.errors import InputError
+from attnrewrite.resources import parse_bytes
 
 Progress = Callable[[str, int, int], None]  # what is being done, how many of it are done, of how many
 
@@ -117,15 +118,25 @@ class Calibration:
 @dataclass(frozen=True)
 class Execution:
     """How work is run: the seed of everything drawn at random, the number of CPU threads (None: as torch has it), who
-    hears of progress, and the folder that keeps what an interrupted run needs to go on (None: nothing is kept).
+    hears of progress, the folder that keeps what an interrupted run needs to go on (None: nothing is kept), and the
+    bytes of memory that calibration stays within ("4GiB" is read; None: what is held and half of what is free).
     """
 
     seed: int = option(0, "Of everything that is drawn at random.", min=0)
     threads: int | None = option(None, "How many CPU threads to use.", min=1, show_default="all")
     progress: Progress | None = None
     state: Path | None = None
+    memory: Any = option(  # noqa: RUF009, it is a dataclasses.field
+        None,
+        "Memory for calibration to stay within, such as 4GiB.",
+        type=str | None,
+        metavar="SIZE",
+        show_default="half of what is free",
+    )
 
     def __post_init__(self) -> None:
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_bytes(self.memory))
         if self.seed < 0:
             raise InputError(f"seed {self.seed}: a seed is 0 or more")
         if self.threads is not None and self.threads < 1:

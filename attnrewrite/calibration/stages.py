@@ -14,6 +14,7 @@ from attnrewrite.calibration.distill import Distillation, SiteDistillation
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.processes import placed
 from attnrewrite.calibration.stage import Stage, StageInput, StageReport, distance, stage_report
+from attnrewrite.calibration.store import counted
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.pool import Pool
 
@@ -54,12 +55,13 @@ def run(given: StageInput, stages: Sequence[Stage]) -> list[StageReport]:
     before = distance(given)
     for stage in stages:
         start = time.perf_counter()
-        notes = stage.run(given)
+        with counted() as spilled:
+            notes = stage.run(given)
         seconds = time.perf_counter() - start
         after = distance(given)
         if not after.error < float("inf"):
             raise CheckFailedError(f"{stage.name}: NaN or infinity in the model's output; nothing was written")
-        reports.append(stage_report(stage.name, seconds, before, after, notes))
+        reports.append(stage_report(stage.name, seconds, before, after, notes, spilled.bytes))
         before = after
     return reports
 

@@ -15,6 +15,7 @@ from attnrewrite.conversion.proof import prove, require_sound, rewritten
 from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import fates_of, kept_sites, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
+from attnrewrite.frontends.batches import opened, tell_fixed
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
@@ -32,7 +33,7 @@ from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, option_values
 
-MOST_IN_BATCH = 64  # calibration images in one pass, where the model leaves the batch open
+MOST_IN_BATCH = 64  # calibration images in one pass, where the model leaves the batch open and memory has room
 
 
 def convert_source(
@@ -99,6 +100,7 @@ def convert_source(
         "options": {} if isinstance(variant, Auto) else option_values(variant),
         "seed": execution.seed,
         "fixed_batch": captured.fixed_batch,
+        "fixed_batch_reason": None if captured.fixed_batch is None else captured.note,
         "sites": sites,
         "near_misses": [
             {"anchor": m.anchor, "name": m.name, "reason": m.code, "detail": m.sentence} for m in found.near_misses
@@ -142,17 +144,19 @@ def calibration_images(source: Source, request: Calibration, seed: int) -> Image
 def _pool(images: Images, source: Source, captured: Captured) -> Pool:
     """The images in batches that the graph takes."""
     size = captured.fixed_batch or min(MOST_IN_BATCH, len(images))
-    return Pool(images, source.preprocessing, source.input_size, size)
+    return Pool(images, source.preprocessing, source.input_size, size, filled=captured.fixed_batch is not None)
 
 
 def _captured(source: Source) -> Captured:
-    """The model's graph. Raises InputError where it stands for no other input than the example."""
+    """The model's graph, for any batch where it can be. Raises InputError where it stands for the example alone."""
     model: torch.nn.Module | ExportedProgram | None = source.model if source.program is None else source.program
     if model is None:
         raise InputError("the source holds neither a module nor a program")
     captured = capture(source.name, model, source.example_inputs)
     if not captured.exact:
         raise InputError(f"{captured.note}; it can be explained, but not converted")
+    captured = opened(captured, model)
+    tell_fixed(captured)
     return captured
 
 
