@@ -17,7 +17,7 @@ from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
 from attnrewrite.files import staged, write_file
-from attnrewrite.frontends.batches import any_batch, fixed_batch, runnable
+from attnrewrite.frontends.batches import any_batch, fixed_batch, require_pictures, runnable
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import Source, examine_onnx, load_source
 from attnrewrite.images.dataset import Images, load_images
@@ -135,6 +135,7 @@ def evaluate(
     """
     loaded = _load(source, None, **how)
     reference = _original(source, loaded, original)
+    require_pictures(loaded)
     modules = {loaded.name: any_batch(loaded)}
     images = load_images(data)
     most = None if batch_size is None else min(batch_size, len(images))
@@ -207,6 +208,8 @@ def compare(
     compared = {}
     for name, model in models.items():
         loaded = _load(model, example_inputs, **how)
+        if data is not None:
+            require_pictures(loaded)
         free = None if data is None else any_batch(loaded)
         compared[name] = CompareModel(
             name, runnable(loaded), _one_call(loaded), loaded.preprocessing, sites_of(model, loaded), free

@@ -175,7 +175,7 @@ class Workplace:
             require_disk(what, streams * count * widest)
         solving = max((branch.solver_bytes for branch in ends), default=0)
         held = solving + (0 if on_disk else waiting)
-        images = sized(pool, what, lambda image: blocks.gradients(image, 0), given.execution, device, held)
+        images = sized(pool, what, lambda *inputs: blocks.gradients(inputs, 0), given.execution, device, held)
         size = given.processes.from_owner(images.batch_size, 0)  # all processes have the same batches
         return cls(given, replace(images, batch_size=size), on_disk)
 

@@ -58,7 +58,8 @@ def importance(teacher: GraphModule, images: Pool, processes: Processes, store: 
     sums = dict.fromkeys(found, (0.0, 0.0))
     for index in range(processes.rank, len(images), processes.size):
         rows: dict[str, Tensor] = {}
-        for gradients in blocks.gradients(images.batch(index).to(processes.device), images.bounds[index][0]):
+        batch = [tensor.to(processes.device) for tensor in images.batch(index)]
+        for gradients in blocks.gradients(batch, images.bounds[index][0]):
             for name, branch in found.items():
                 rows[name] = rows.get(name, 0) + branch.rows(gradients[name])
         energy.put(index, rows)
@@ -85,7 +86,7 @@ class Blocks:
         inside = self.cuts.between(node for node in self.nodes if node.name in self.names)
         self.pieces = tuple(zip((0, *inside), (*inside, len(self.nodes)), strict=True))
 
-    def gradients(self, batch: Tensor, first: int) -> list[Gradients]:
+    def gradients(self, batch: Sequence[Tensor], first: int) -> list[Gradients]:
         """The answer's gradients at the values called `names`, for each of DRAWS directions; ones, where the answer has
         none (class indices). `first` is the number of the batch's first image: each image has directions of its own.
         """
@@ -111,10 +112,10 @@ class Blocks:
         return found
 
     @torch.no_grad()
-    def _forward(self, batch: Tensor) -> list[Values]:
+    def _forward(self, batch: Sequence[Tensor]) -> list[Values]:
         """What stands before each piece."""
-        (image,) = (node for node in self.nodes if node.op == "placeholder")
-        standing: list[Values] = [{image: batch}]
+        places = [node for node in self.nodes if node.op == "placeholder"]
+        standing: list[Values] = [dict(zip(places, batch, strict=True))]
         for start, stop in self.pieces[:-1]:
             values, _ = self._run(start, stop, standing[-1])
             standing.append({node: values[node] for node in self.cuts.live(stop)})
@@ -143,7 +144,7 @@ class Blocks:
         return first_tensor(map_arg(self.cuts.nodes[-1].args[0], values.__getitem__))
 
     @torch.no_grad()
-    def _ones(self, batch: Tensor) -> Gradients:
+    def _ones(self, batch: Sequence[Tensor]) -> Gradients:
         values = self._forward(batch)
         return {
             name: torch.ones_like(value)

@@ -28,7 +28,7 @@ def room(execution: Execution, device: str = "cpu") -> int:
 
 
 def sized(
-    pool: Pool, what: str, call: Callable[[Tensor], Any], execution: Execution, device: str = "cpu", reserved: int = 0
+    pool: Pool, what: str, call: Callable[..., Any], execution: Execution, device: str = "cpu", reserved: int = 0
 ) -> Pool:
     """`pool` in batches that `call` has room for beside `reserved` bytes: a power of two, so that a run on the same
     machine has the same ones. Its first image alone is put through `call`, and what that takes is measured.
@@ -38,7 +38,8 @@ def sized(
     """
     if pool.filled:
         return pool
-    for_one = peak_memory_of(lambda: call(pool.draw(torch.zeros(1, dtype=torch.int64)).to(device)), device)
+    first = [tensor.to(device) for tensor in pool.draw(torch.zeros(1, dtype=torch.int64))]
+    for_one = peak_memory_of(lambda: call(*first), device)
     left = room(execution, device) - reserved
     images = int(left / (SPARE * max(1, for_one)))
     if images < 1:

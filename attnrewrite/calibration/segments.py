@@ -41,7 +41,7 @@ class Segments:
         self.position = 0
         self._store = InMemory() if store is None else store
         self._rest: dict[int, Values] = {}
-        (self._image,) = (node for node in self.nodes if node.op == "placeholder")
+        self._places = [node for node in self.nodes if node.op == "placeholder"]
 
     def __enter__(self) -> "Segments":
         return self
@@ -108,7 +108,8 @@ class Segments:
     def _kept(self, index: int) -> Values:
         values: Values = {n: operator.attrgetter(str(n.target))(self.module) for n in self.nodes if n.op == "get_attr"}
         if index not in self._rest:  # before the first piece: the pictures are read, not stored
-            return values | {self._image: self.images.batch(index).to(self.processes.device)}
+            given = (tensor.to(self.processes.device) for tensor in self.images.batch(index))
+            return values | dict(zip(self._places, given, strict=True))
         tensors = self._store.get(index, self.processes.device)
         for node, (leaves, spec) in self._rest[index].items():
             whole = [tensors.get(f"{node.name}/{i}", leaf) for i, leaf in enumerate(leaves)]

@@ -90,7 +90,7 @@ class Distance:
 @dataclass(frozen=True)
 class StageReport:
     """What a stage did: its seconds, the distance on the held-out images before and after, the process's peak memory in
-    bytes so far, remarks, and the bytes that it wrote to temporary files.
+    bytes so far, remarks, the bytes that it wrote to temporary files, and its seconds on all processors together.
     """
 
     name: str
@@ -104,14 +104,15 @@ class StageReport:
     peak_memory: int
     notes: tuple[str, ...] = ()
     spilled: int = 0
+    cpu_seconds: float | None = None
 
 
 def stage_report(
-    name: str, seconds: float, before: Distance, after: Distance, notes: tuple[str, ...] = (), spilled: int = 0
+    name: str, seconds: float, before: Distance, after: Distance, notes: tuple[str, ...] = ()
 ) -> StageReport:
     return StageReport(
         name, seconds, before.error, after.error, before.kl, after.kl, before.agreement, after.agreement,
-        peak_memory(), notes, spilled,
+        peak_memory(), notes,
     )  # fmt: skip
 
 

@@ -147,7 +147,7 @@ def draw(given: StageInput, step: int) -> Tensor:
     """The images of a step, mirrored, moved and mixed in pairs: the teacher answers for whatever it is shown."""
     generator = torch.Generator().manual_seed(given.execution.seed * 1_000_003 + step)
     pool = given.images
-    images = pool.draw(torch.randint(len(pool.images), (drawn_at_once(given),), generator=generator))
+    (images,) = pool.draw(torch.randint(len(pool.images), (drawn_at_once(given),), generator=generator))
     return mixed(moved(images, generator), generator)
 
 

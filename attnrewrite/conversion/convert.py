@@ -15,11 +15,12 @@ from attnrewrite.conversion.proof import prove, require_sound, rewritten
 from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import fates_of, kept_sites, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
-from attnrewrite.frontends.batches import opened, tell_fixed
+from attnrewrite.frontends.batches import image_size_of, input_names, opened, tell_fixed
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.pool import Pool
+from attnrewrite.images.several import load_several
 from attnrewrite.passes.draws import telling
 from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.site_module import written_value
@@ -130,21 +131,30 @@ def calibration_images(source: Source, request: Calibration, seed: int) -> Image
     """
     if request.images is None:
         return None
-    images = load_images(request.images, request.skip_bad)
-    images.check(source.preprocessing, source.input_size)
+    names, size = input_names(source), image_size_of(source)
+    if len(names) > 1 and request.steps:
+        raise InputError(
+            f"{source.name} takes {len(names)} inputs ({', '.join(names)}), and distillation moves and mixes pictures "
+            "alone: leave out --steps"
+        )
+    if len(names) > 1:
+        images = load_several(request.images, source.example_inputs, names)
+    else:
+        images = load_images(request.images, request.skip_bad)
+    images.check(source.preprocessing, size)
     drawn = images.sample(request.samples, seed)
     if len(drawn) < HELD_OUT_SHARE:
         raise InputError(
             f"calibration has {len(drawn)} of the {HELD_OUT_SHARE} images that it needs at least, as one in "
             f"{HELD_OUT_SHARE} is held out to see what helps: give more (--calibrate, --samples), better some hundreds"
         )
-    return drawn.decoded(source.preprocessing, source.input_size)
+    return drawn.decoded(source.preprocessing, size)
 
 
 def _pool(images: Images, source: Source, captured: Captured) -> Pool:
     """The images in batches that the graph takes."""
     size = captured.fixed_batch or min(MOST_IN_BATCH, len(images))
-    return Pool(images, source.preprocessing, source.input_size, size, filled=captured.fixed_batch is not None)
+    return Pool(images, source.preprocessing, image_size_of(source), size, filled=captured.fixed_batch is not None)
 
 
 def _captured(source: Source) -> Captured:

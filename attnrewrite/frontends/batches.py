@@ -1,5 +1,6 @@
 """Models that take one batch size: opened for any where that can be done, given whole batches where it cannot."""
 
+import inspect
 import logging
 from dataclasses import replace
 
@@ -8,9 +9,10 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from attnrewrite.errors import Refusal
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
+from attnrewrite.images.preprocessing import Size
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.open_batch import OpenBatch
@@ -53,6 +55,31 @@ def repeated(inputs: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
     """`inputs` with `count` images, the same ones over and over; what is no longer than one axis stays as it is."""
     batch = inputs[0].shape[0] if inputs[0].dim() else 0
     return tuple(t[torch.arange(count) % batch] if t.dim() and batch and t.shape[0] == batch else t for t in inputs)
+
+
+def input_names(source: Source) -> tuple[str, ...]:
+    """What the model calls its inputs, as many as its example has."""
+    model = source.model
+    if model is None or isinstance(model, GraphModule):
+        graph = runnable(source)
+        assert isinstance(graph, GraphModule)
+        return tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
+    return tuple(inspect.signature(model.forward).parameters)[: len(source.example_inputs)]
+
+
+def image_size_of(source: Source) -> Size:
+    """(channels, height, width) of a model of pictures; of one that takes several inputs, nothing reads it."""
+    return source.input_size if len(source.example_inputs) == 1 else (0, 0, 0)
+
+
+def require_pictures(source: Source) -> None:
+    """Raise InputError where a model takes more than pictures, as it cannot be measured on them."""
+    names = input_names(source)
+    if len(names) > 1:
+        raise InputError(
+            f"{source.name} takes {len(names)} inputs ({', '.join(names)}), and only models of pictures are evaluated: "
+            "call the converted module on your own data"
+        )
 
 
 def runnable(source: Source) -> nn.Module:

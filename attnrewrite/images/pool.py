@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from attnrewrite.images.dataset import Images
 from attnrewrite.images.preprocessing import Preprocessing, Size
+from attnrewrite.images.several import Several
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,22 @@ class Pool:
         """The images at `indices` [n] alone, in that order."""
         return replace(self, images=self.images.take(indices), parts=())
 
-    def batch(self, index: int) -> Tensor:
-        """Batch `index`, float32 [batch_size, C, H, W]."""
+    def batch(self, index: int) -> tuple[Tensor, ...]:
+        """The inputs of batch `index`: float32 [batch_size, C, H, W], of a model that takes pictures."""
         start, stop = self.bounds[index]
         numbers = torch.arange(start, start + self.batch_size if self.filled else stop)
         return self.draw(torch.where(numbers < stop, numbers, (numbers - stop) % len(self.images)))
 
-    def draw(self, indices: Tensor) -> Tensor:
-        """The images at `indices` [b], as float32 [b, C, H, W]."""
-        return self.images.x[indices.numpy()].read(self.preprocessing, self.input_size)
+    def draw(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """The inputs for the images at `indices` [b]."""
+        chosen = self.images.x[indices.numpy()]
+        return chosen.values if isinstance(chosen, Several) else (chosen.read(self.preprocessing, self.input_size),)
 
     @torch.no_grad()
     def outputs(self, model: GraphModule, device: str) -> Tensor:
         """What `model` makes of every image, float64 [images, ...]."""
-        return self.joined(first_tensor(model(self.batch(index).to(device))) for index in range(len(self)))
+        batches = (self.batch(index) for index in range(len(self)))
+        return self.joined(first_tensor(model(*(each.to(device) for each in inputs))) for inputs in batches)
 
     def joined(self, outputs: Iterable[Tensor]) -> Tensor:
         """The outputs of every batch in order as one tensor, in float64: each image once, without those that filled up

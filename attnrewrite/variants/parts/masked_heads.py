@@ -24,7 +24,7 @@ def heads_by_locality(locality: Callable[..., Tensor], batches: Iterable[Heads])
 
 
 def masking_error(mask: Callable[..., Tensor], scale: float, batches: Iterable[Heads]) -> tuple[Tensor, Tensor]:
-    """Per head [H]: the squared error that `mask` makes in the output, and the exact output's energy around its mean."""
+    """Per head [H]: the squared error that `mask` makes in the output, and the exact one's energy around its mean."""
     error, squares = torch.zeros(2, 1, dtype=torch.float64)
     total, rows = torch.zeros(1, 1, dtype=torch.float64), 0
     for heads, exact in with_outputs(batches, scale):
