@@ -175,6 +175,7 @@ class Polynomial(LinearVariant):
     source = "attnrewrite's own: centred keys, covariance-weighted factors, least-squares polynomial"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rank < 1:
             raise InputError(f"polynomial: rank={self.rank} must be at least 1")
         if self.degree < 2 or self.degree % 2:
