@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Group
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from attnrewrite.conversion.convert import convert_source
 from attnrewrite.conversion.record import Conversion, deployed, site_notes
@@ -17,12 +16,12 @@ from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
 from attnrewrite.files import as_path, staged, write_file
+from attnrewrite.frontends.batches import any_batch, fixed_batch, require_pictures, runnable
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.examples import one_image
 from attnrewrite.frontends.sources import Source, examine_onnx, load_source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.pages.comparison import comparison_page, comparison_table
-from attnrewrite.passes.fx.signature import is_open
 from attnrewrite.passes.original import require_numbers
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.graph import GraphView
@@ -84,6 +83,7 @@ def convert(
     keep_bad: bool = False,
     seed: int = 0,
     threads: int | None = None,
+    memory: str | int | None = None,
     state: str | Path | None = None,
     progress: Progress | None = None,
     **how: Any,
@@ -100,6 +100,8 @@ def convert(
         samples: how many of them to use. steps: of distillation after the closed-form fit.
         keep: ids or names of sites that stay as they are, or patterns of them ("decoder.*").
         keep_bad: leave a site whose check fails as it is, and say so in the report, instead of stopping.
+        memory: bytes, or text such as "4GiB", that calibration stays within (default: what is held now and half of what
+            is free). The result is the same to rounding.
         state: a folder for what an interrupted distillation needs to go on from where it was, to the same weights.
         how: checkpoint, input_size, mean, std, as `load_source` takes them.
 
@@ -111,7 +113,7 @@ def convert(
     required("the variant", variant, str)
     budget = Budget(max_drop, max_latency, target, candidates or ())  # type: ignore[arg-type]
     request = Calibration(calibration, samples, steps)
-    execution = Execution(seed, threads, progress, state)  # type: ignore[arg-type]
+    execution = Execution(seed, threads, progress, state, memory)  # type: ignore[arg-type]
     chosen = requested(variant, options, budget, calibrated=calibration is not None)
     return convert_source(_load(source, example_inputs, **how), chosen, request, execution, keep, keep_bad)
 
@@ -135,15 +137,16 @@ def evaluate(
     """
     loaded = _load(source, None, **how)
     reference = _original(source, loaded, original)
-    modules = {loaded.name: runnable(loaded)}
+    require_pictures(loaded)
+    modules = {loaded.name: any_batch(loaded)}
     images = load_images(data)
     most = None if batch_size is None else min(whole_number("--batch-size", batch_size, 1, MOST_IMAGES), len(images))
     if reference is not None:
-        modules = {f"{reference.name} (original)": runnable(reference), **modules}
+        modules = {f"{reference.name} (original)": any_batch(reference), **modules}
     first = next(iter(modules)) if reference is not None else None
     return evaluate_modules(
         modules, images, loaded.preprocessing, input_size=loaded.input_size, reference=first,
-        batch_size=_fixed_batch(loaded) or most, progress=progress,
+        batch_size=most, progress=progress,
     )  # fmt: skip
 
 
@@ -171,7 +174,7 @@ def lower(
     loaded = _load(source, example_inputs, **how)
     require_numbers(loaded.name, loaded.tensors, loaded.example_inputs)
     module = runnable(loaded)
-    inputs = one_image(module, loaded.example_inputs)
+    inputs = _one_call(loaded, module)
     with staged(as_path(out), force=force) as folder:
         try:
             artifact = chosen.lower(loaded.name, module, inputs, folder, threads=count)
@@ -215,21 +218,14 @@ def compare(
     for name, model in required("models", models, Mapping).items():
         loaded = _load(model, example_inputs, **how)
         require_numbers(loaded.name, loaded.tensors, loaded.example_inputs)
-        module = runnable(loaded)
-        inputs, fixed = one_image(module, loaded.example_inputs), _fixed_batch(loaded)
-        compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), fixed)
+        if data is not None:
+            require_pictures(loaded)
+        module, free = runnable(loaded), None if data is None else any_batch(loaded)
+        inputs = _one_call(loaded, module)
+        compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free)
     images = None if data is None else load_images(data)
     found = compare_models(compared, names("targets", targets), images, threads=count, progress=progress)
     return Comparison(found.environment, found.rows)
-
-
-def runnable(source: Source) -> nn.Module:
-    """The source as a module in evaluation mode."""
-    if source.model is not None:
-        is_graph = isinstance(source.model, GraphModule)  # graphs were captured in evaluation mode, and stay in it
-        return source.model if is_graph else source.model.eval()
-    assert source.program is not None
-    return source.program.module()
 
 
 def sites_of(model: Model, loaded: Source) -> tuple[dict[str, Any], ...]:
@@ -284,14 +280,9 @@ def _original(source: Model, loaded: Source, original: Model | None) -> Source |
         return None
 
 
-def _fixed_batch(source: Source) -> int | None:
-    """The only batch size that an exported program takes, or None."""
-    if source.program is None:
-        return None
-    own = set(source.program.graph_signature.user_inputs)
-    values = [n.meta["val"] for n in source.program.graph.nodes if n.op == "placeholder" and n.name in own]
-    size = next((value.shape[0] for value in values if isinstance(value, Tensor) and value.dim()), 1)
-    return None if is_open(size) else int(size)
+def _one_call(loaded: Source, module: nn.Module) -> tuple[Tensor, ...]:
+    """Inputs of one image, or of the only batch that the model takes."""
+    return loaded.example_inputs if fixed_batch(loaded) is not None else one_image(module, loaded.example_inputs)
 
 
 __all__ = ["Comparison", "Conversion", "compare", "convert", "evaluate", "explain", "lower", "supported"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrewrite.errors import InputError, required, short, whole_number
+from attnrewrite.resources import parse_bytes
 
 MOST_IMAGES = MOST_STEPS = 10**9
 MOST_SEED = 2**32 - 1  # what torch, and a multiple of it, and numpy take
@@ -134,15 +135,25 @@ class Calibration:
 @dataclass(frozen=True)
 class Execution:
     """How work is run: the seed of everything drawn at random, the number of CPU threads (None: as torch has it), who
-    hears of progress, and the folder that keeps what an interrupted run needs to go on (None: nothing is kept).
+    hears of progress, the folder that keeps what an interrupted run needs to go on (None: nothing is kept), and the
+    bytes of memory that calibration stays within ("4GiB" is read; None: what is held and half of what is free).
     """
 
     seed: int = option(0, "Of everything that is drawn at random.", min=0)
     threads: int | None = option(None, "How many CPU threads to use.", min=1, show_default="all")
     progress: Progress | None = None
     state: Path | None = None
+    memory: Any = option(  # noqa: RUF009, it is a dataclasses.field
+        None,
+        "Memory for calibration to stay within, such as 4GiB.",
+        type=str | None,
+        metavar="SIZE",
+        show_default="half of what is free",
+    )
 
     def __post_init__(self) -> None:
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_bytes(self.memory))
         object.__setattr__(self, "seed", whole_number("--seed", self.seed, 0, MOST_SEED))
         if self.threads is not None:
             object.__setattr__(self, "threads", thread_count(self.threads))

@@ -61,7 +61,7 @@ def convert(
     check_apart(out, _paths(source, calibration.images, model.checkpoint))
     options, keep = _key_values(chosen.option or []), chosen.keep or ()
     variant = requested(chosen.variant, options, budget, calibrated=calibration.images is not None)
-    if calibration.images is not None:
+    if calibration.images is not None and not calibration.images.endswith(".npz"):  # which may hold several inputs
         calibration = replace(calibration, images=load_images(calibration.images, calibration.skip_bad))
     loaded = _load(source, model, run)
     if run.dry_run:

@@ -46,15 +46,16 @@ def _read_config(context: typer.Context, config: Path | None) -> Path | None:
     except (ValueError, RecursionError) as error:
         raise InputError(f"--config {config} is not TOML: {first_line(error)}") from error
     context.meta[JSON] = context.meta.get(JSON, False) or said.get("json") in (True, "true")
-    parameters = {name: parameter for name, parameter in _parameters(context).items() if name not in NOT_SAVED}
-    known = {name.replace("-", "_"): parameter for name, parameter in parameters.items()}
+    parameters = _parameters(context)
+    in_python = {parameter.name.replace("_", "-"): parameter for parameter in parameters.values()}  # as saved by 0.1.0
+    known = in_python | parameters
     values = {}
     for key, value in said.items():
-        if (name := key.replace("-", "_")) not in known:
-            raise unknown_name(f"option of {context.info_name} in {config}", key, [n.replace("_", "-") for n in known])
-        values[known[name].name] = _as_given(
-            value, many=bool(getattr(known[name], "multiple", False)) or known[name].nargs != 1
-        )
+        parameter = known.get(key.replace("_", "-"))
+        if parameter is None:
+            raise unknown_name(f"option of {context.info_name} in {config}", key, list(parameters))
+        many = bool(getattr(parameter, "multiple", False)) or parameter.nargs != 1
+        values[parameter.name] = _as_given(value, many=many)
     context.default_map = values
     return config
 

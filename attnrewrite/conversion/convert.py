@@ -1,6 +1,5 @@
 """Convert a model: find its attention, prove the extraction, rewrite, calibrate, check the result."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -16,10 +15,12 @@ from attnrewrite.conversion.proof import prove, require_sound
 from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import fates_of, kept_sites, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
+from attnrewrite.frontends.batches import image_size_of, input_names, opened, tell_fixed
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.pool import Pool
+from attnrewrite.images.several import load_several
 from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.site_module import written_value
 from attnrewrite.passes.verify import rewritten_sites
@@ -31,8 +32,7 @@ from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import option_values
 
-log = logging.getLogger("attnrewrite")
-MOST_IN_BATCH = 64  # calibration images in one pass, where the model leaves the batch open
+MOST_IN_BATCH = 64  # calibration images in one pass, where the model leaves the batch open and memory has room
 
 
 def convert_source(
@@ -88,6 +88,7 @@ def convert_source(
         "options": {} if isinstance(variant, Auto) else option_values(variant),
         "seed": execution.seed,
         "fixed_batch": captured.fixed_batch,
+        "fixed_batch_reason": None if captured.fixed_batch is None else captured.note,
         "sites": sites,
         "near_misses": [
             {"anchor": m.anchor, "name": m.name, "reason": m.code, "detail": m.sentence} for m in found.near_misses
@@ -117,34 +118,42 @@ def calibration_images(source: Source, request: Calibration, seed: int) -> Image
     """
     if request.images is None:
         return None
-    images = load_images(request.images, request.skip_bad)
-    images.check(source.preprocessing, source.input_size)
-    drawn = images.sample(request.samples, seed).whole(source.preprocessing, source.input_size)
+    names, size = input_names(source), image_size_of(source)
+    if len(names) > 1 and request.steps:
+        raise InputError(
+            f"{source.name} takes {len(names)} inputs ({', '.join(names)}), and distillation moves and mixes pictures "
+            "alone: leave out --steps"
+        )
+    if len(names) > 1:
+        images = load_several(request.images, source.example_inputs, names)
+    else:
+        images = load_images(request.images, request.skip_bad)
+    images.check(source.preprocessing, size)
+    drawn = images.sample(request.samples, seed).whole(source.preprocessing, size)
     if len(drawn) < HELD_OUT_SHARE:
         raise InputError(
             f"calibration has {len(drawn)} of the {HELD_OUT_SHARE} images that it needs at least, as one in "
             f"{HELD_OUT_SHARE} is held out to see what helps: give more (--calibrate, --samples), better some hundreds"
         )
-    return drawn.decoded(source.preprocessing, source.input_size)
+    return drawn.decoded(source.preprocessing, size)
 
 
 def _pool(images: Images, source: Source, captured: Captured) -> Pool:
     """The images in batches that the graph takes."""
     size = captured.fixed_batch or min(MOST_IN_BATCH, len(images))
-    return Pool(images, source.preprocessing, source.input_size, size)
+    return Pool(images, source.preprocessing, image_size_of(source), size, filled=captured.fixed_batch is not None)
 
 
 def _captured(source: Source) -> Captured:
-    """The model's graph. Raises InputError where it stands for no other input than the example."""
+    """The model's graph, for any batch where it can be. Raises InputError where it stands for the example alone."""
     model: torch.nn.Module | ExportedProgram | None = source.model if source.program is None else source.program
     if model is None:
         raise InputError("the source holds neither a module nor a program")
     captured = capture(source.name, model, source.example_inputs)
     if not captured.exact:
         raise InputError(f"{captured.note}; it can be explained, but not converted")
-    if captured.fixed_batch is not None:
-        told = "%s takes batches of %d alone, and so will what is made of it: %s"
-        log.warning(told, source.name, captured.fixed_batch, captured.note)
+    captured = opened(captured, model)
+    tell_fixed(captured)
     return captured
 
 

@@ -9,9 +9,11 @@ from torch import nn
 from torch.fx import GraphModule
 
 from attnrewrite.errors import CheckFailedError
+from attnrewrite.frontends.batches import fixed_batch
 from attnrewrite.frontends.sources import Source
 from attnrewrite.passes.draws import Draw, drawn
 from attnrewrite.passes.fx.rewrite import FxRewrite
+from attnrewrite.passes.in_batches import InBatches
 from attnrewrite.passes.original import agreement, require_lasting_buffers, require_numbers
 from attnrewrite.passes.verify import SiteError, rewriting_error, site_errors
 from attnrewrite.patterns.fx.graph import FxGraph
@@ -50,7 +52,9 @@ def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSi
     """
     graph, teacher = scanned.graph.module, with_softmax(scanned, sites)
     started = time.perf_counter()
-    agreed = agreement(source.name, _runnable(source), graph, drawn(graph, source.example_inputs))
+    size = fixed_batch(source)
+    model = _runnable(source) if size is None else InBatches(_runnable(source), size)
+    agreed = agreement(source.name, model, graph, drawn(graph, source.example_inputs))
     errors, answer = site_errors(graph, teacher, scanned.scan, agreed.draws)
     faults = {site: each.fault for site, each in errors.items() if each.fault is not None}
     if faults and (not keep_bad or len(faults) == len(sites)):

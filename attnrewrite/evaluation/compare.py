@@ -29,8 +29,8 @@ from attnrewrite.targets.base import Artifact, Run, Target, get_target
 class CompareModel:
     """A model to compare, in evaluation mode. The batch of `example_inputs` is what one call is timed with.
 
-    Each of `sites` has id, name, variant, heads, head_dim, n_queries, n_keys and note. `fixed_batch` is the only batch
-    size that the module takes, or None.
+    Each of `sites` has id, name, variant, heads, head_dim, n_queries, n_keys and note. `any_batch` is the same model
+    for any number of images, where `module` takes one batch size only.
     """
 
     name: str
@@ -38,7 +38,7 @@ class CompareModel:
     example_inputs: tuple[Tensor, ...]
     preprocessing: Preprocessing | None = None
     sites: tuple[dict[str, Any], ...] = ()
-    fixed_batch: int | None = None
+    any_batch: nn.Module | None = None
 
 
 def compare_models(
@@ -88,16 +88,12 @@ def evaluated(
             raise InputError(
                 f"{first.name} and {model.name} prepare their images differently: give --mean and --std, for both"
             )
-    fixed = {model.fixed_batch for model in models.values() if model.fixed_batch is not None}
-    if len(fixed) > 1:
-        raise InputError(f"the models take batches of {sorted(fixed)} images only: export them for the same batch")
     return evaluate_modules(
-        {name: model.module for name, model in models.items()},
+        {name: model.any_batch or model.module for name, model in models.items()},
         images,
         first.preprocessing,
         input_size=image_size(first.example_inputs[0].shape),
         reference=next(iter(models)) if others else None,
-        batch_size=next(iter(fixed), None),
         progress=progress,
     )
 

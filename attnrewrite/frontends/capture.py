@@ -1,9 +1,5 @@
 """From a model to the graph that is rewritten: torch.export, functionalised, batch left open where possible."""
 
-import io
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from keyword import iskeyword
 
@@ -14,6 +10,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnrewrite.errors import InputError, first_line
+from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph, product_decompositions
 from attnrewrite.passes.fx.signature import is_open
 
@@ -52,7 +49,7 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
         InputError: torch.export cannot capture the module at all.
     """
     doubled = _doubled(inputs)
-    with torch.no_grad(), _without_torch_logs():
+    with torch.no_grad(), without_torch_logs():
         try:
             program = torch.export.export(module, doubled, dynamic_shapes=open_batch(doubled))
             if has_open_batch(program):
@@ -100,7 +97,8 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
         program, note = model, None
     else:
         try:
-            program, note = export(model.eval(), example_inputs)
+            is_graph = isinstance(model, GraphModule)  # captured in evaluation mode, and stays in it
+            program, note = export(model if is_graph else model.eval(), example_inputs)
         except InputError as refusal:
             return _traced_on_example(name, model, example_inputs, refusal)
     module = functional_graph(program)
@@ -112,19 +110,6 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     if fixed is not None and note is None:
         note = "the exported program has a fixed batch size"
     return Captured(name, module, example_inputs, fixed, note)
-
-
-@contextmanager
-def _without_torch_logs() -> Iterator[None]:
-    """torch.export logs and prints whole graphs before it raises; only the error is let through."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _traced_on_example(name: str, model: nn.Module, inputs: tuple[Tensor, ...], refusal: InputError) -> Captured:

@@ -221,6 +221,7 @@ class Masked(LinearVariant):
     source = "Li et al. 2022, MaiT, equations 2-3 and section 4.3"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.size < SMALLEST or self.size % 2 == 0:
             raise InputError(f"masked: size={self.size} must be odd and at least {SMALLEST}")
         if isinstance(self.heads, int) and self.heads < 1:

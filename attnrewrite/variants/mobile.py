@@ -204,6 +204,7 @@ class Mobile(LinearVariant):
     source = "Yao et al. 2024, Mobile Attention, equations 5-7 and appendix A"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.head_dim < 1:
             raise InputError(f"mobile: head_dim={self.head_dim} must be at least 1")
         if isinstance(self.keep_heads, float) and not 0 < self.keep_heads <= 1:

@@ -176,6 +176,7 @@ class Polynomial(LinearVariant):
     source = "attnrewrite's own: centred keys, covariance-weighted factors, least-squares polynomial"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rank < 1:
             raise InputError(f"polynomial: rank={self.rank} must be at least 1")
         if not 2 <= self.degree <= MOST_DEGREES or self.degree % 2:

@@ -81,7 +81,7 @@ def test_a_loss_that_is_not_finite_names_where(stage: SiteDistillation | Distill
 def test_the_values_beside_the_output_are_the_graphs_own() -> None:
     given = calibration("parallel", get_variant("l1"))
     streams = [point.stream.name for point in fit_points(given.student)]
-    images = given.images.batch(0)
+    (images,) = given.images.batch(0)
     output, values = with_values(given.student, streams)(images)
     assert torch.equal(first_tensor(output), given.student(images))
     assert [value.shape for value in values] == [(16, 36, 8)] * 4

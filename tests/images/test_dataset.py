@@ -341,9 +341,11 @@ def test_a_conversion_decodes_each_picture_once(tmp_path: Path, decoded: list[st
     assert set(decoded) < set(names)
 
 
-def test_a_pool_takes_some_of_its_images_in_batches_of_the_same_size() -> None:
-    pool = Pool(load_images(torch.arange(5.0).reshape(5, 1, 1, 1)), None, (1, 1, 1), 2).take(np.array([4, 0, 2]))
-    assert [pool.batch(index).flatten().tolist() for index in range(len(pool))] == [[4, 0], [2, 4]]
+@pytest.mark.parametrize(("filled", "last"), [(True, [2, 4]), (False, [2])], ids=["filled up", "shorter"])
+def test_a_pool_takes_some_of_its_images_in_batches_of_the_same_size(filled: bool, last: list[int]) -> None:
+    images = load_images(torch.arange(5.0).reshape(5, 1, 1, 1))
+    pool = Pool(images, None, (1, 1, 1), 2, filled=filled).take(np.array([4, 0, 2]))
+    assert [pool.batch(index)[0].flatten().tolist() for index in range(len(pool))] == [[4, 0], last]
 
 
 def test_a_digest_is_of_the_pixels_labels_and_order(tmp_path: Path) -> None:
