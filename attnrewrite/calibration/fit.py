@@ -168,7 +168,10 @@ class Workplace:
         """
         count = len(given.images.images)
         chosen = count // CHOOSING_SHARE
-        pool = replace(given.images, parts=(count - chosen,) if chosen >= LEAST_CHOOSING else ())
+        fitted = count - chosen
+        if given.images.filled:  # whole batches: what fills one up would be fitted to and chosen by
+            fitted -= fitted % given.images.batch_size
+        pool = replace(given.images, parts=(fitted,) if chosen >= LEAST_CHOOSING and fitted else ())
         ends = [point.branch for point in points if point.branch is not None]
         blocks = Blocks(given.teacher, [branch.node.name for branch in branches(given.teacher)])
         cuts = Cuts(given.student)

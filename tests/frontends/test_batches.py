@@ -65,12 +65,10 @@ def converted(files: Path) -> Conversion:
     return ar.convert(files / "dynamo.onnx", variant="l1", calibration=PICTURES)
 
 
-def test_it_is_calibrated_and_evaluated_with_an_open_batch(converted: Conversion, files: Path) -> None:
+def test_it_is_calibrated_and_evaluated_with_an_open_batch(converted: Conversion) -> None:
     assert (converted.report["fixed_batch"], converted.report["fixed_batch_reason"]) == (None, None)
     assert converted.module(PICTURES).shape == (13, 5)
     assert [each.n for each in ar.evaluate(converted, PICTURES).values()] == [13, 13]
-    rows = ar.compare({"original": files / "dynamo.onnx", "l1": converted}, targets=["host"], data=PICTURES).rows
-    assert rows[-1].agreement is not None
 
 
 def test_an_onnx_file_keeps_its_signature(converted: Conversion, tmp_path: Path) -> None:

@@ -341,11 +341,13 @@ def test_a_conversion_decodes_each_picture_once(tmp_path: Path, decoded: list[st
     assert set(decoded) < set(names)
 
 
-@pytest.mark.parametrize(("filled", "last"), [(True, [2, 4]), (False, [2])], ids=["filled up", "shorter"])
-def test_a_pool_takes_some_of_its_images_in_batches_of_the_same_size(filled: bool, last: list[int]) -> None:
-    images = load_images(torch.arange(5.0).reshape(5, 1, 1, 1))
-    pool = Pool(images, None, (1, 1, 1), 2, filled=filled).take(np.array([4, 0, 2]))
-    assert [pool.batch(index)[0].flatten().tolist() for index in range(len(pool))] == [[4, 0], last]
+def test_a_pool_takes_some_of_its_images_in_batches_of_the_same_size() -> None:
+    pool = Pool(load_images(torch.arange(5.0).reshape(5, 1, 1, 1)), None, (1, 1, 1), 2).take(np.array([4, 0, 2]))
+    filled, parted = replace(pool, filled=True), replace(pool, parts=(1,))
+    for each, wanted in ((pool, [[4, 0], [2]]), (filled, [[4, 0], [2, 4]]), (parted, [[4], [0, 2]])):
+        found = [each.batch(index)[0].flatten().tolist() for index in range(len(each))]
+        assert found == wanted
+        assert each.joined(each.batch(index)[0] for index in range(len(each))).flatten().tolist() == [4, 0, 2]
 
 
 def test_a_digest_is_of_the_pixels_labels_and_order(tmp_path: Path) -> None:
