@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import first_process
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, first_line
 from attnrewrite.files import as_path, staged
 from attnrewrite.frontends.capture import export
 from attnrewrite.frontends.sources import Origin
@@ -80,7 +80,7 @@ class Conversion:
             return Path(out)
         program = self.export()
         with staged(as_path(out), force=force) as folder:
-            torch.export.save(program, folder / MODEL_FILE)
+            _save_program(program, folder / MODEL_FILE)
             self.plan.save(folder)
             (folder / REPORT_FILE).write_text(json.dumps(dict(self.report), indent=1) + "\n")
             if "selection" in self.report:
@@ -105,6 +105,13 @@ class Conversion:
         assert self.origin is not None
         inputs = telling(drawn(self.original, self.example_inputs))
         write_file(source, self.plan, deployed(self.module), inputs, self.origin.input_size, folder / ONNX_FILE)
+
+
+def _save_program(program: ExportedProgram, path: Path) -> None:
+    try:
+        torch.export.save(program, path)
+    except (NotImplementedError, TypeError, AttributeError) as error:  # as for an output in a class of the model's own
+        raise InputError(f"torch.export cannot save the converted model: {first_line(error)}") from error
 
 
 def deployed(module: GraphModule) -> GraphModule:
