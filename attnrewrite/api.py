@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attnrewrite.conversion.convert import convert_source
 from attnrewrite.conversion.record import Conversion, deployed, site_notes
-from attnrewrite.errors import InputError, Refusal, required, told, whole_number
+from attnrewrite.errors import InputError, Refusal, required, told, unknown_name, whole_number
 from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
@@ -35,6 +35,7 @@ from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, variants
 
 Model = Any  # an nn.Module, an ExportedProgram, a Source, a Conversion, or a string or path that names a model
+HOW = ("checkpoint", "input_size", "mean", "std")  # what `how` may hold
 Data = str | Path | Images | Iterable[Tensor]
 
 
@@ -262,6 +263,9 @@ def _load(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how
     if isinstance(source, Conversion):
         name = f"{source.report['model']} ({source.report['variant']})"
         return Source(name, deployed(source.module), None, source.example_inputs, source.preprocessing, source.origin)
+    for name in how:
+        if name not in HOW:
+            raise unknown_name("keyword", name, HOW)
     return load_source(source, example_inputs, **how)
 
 

@@ -9,14 +9,15 @@ from typing import Any
 
 class AttnRewriteError(Exception):
     """Anything attnrewrite refuses to do. `exit_code` is what the command line returns for it, `code` what it is called
-    for programs, `site` the id of the one site that the message is about, if it is about one.
+    for programs, `site` the id of the one site that the message is about, if it is about one. The message is one line,
+    whatever names are in it.
     """
 
     exit_code = 2
     code = "refused"
 
     def __init__(self, message: str, *, site: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(" ".join(message.split()) if "\n" in message else message)
         self.site = site
 
 

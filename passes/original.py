@@ -18,9 +18,14 @@ GRAPH_TOLERANCE = 1e-4  # the graph's operations are the model's own, but for th
 
 @torch.no_grad()
 def require_lasting_buffers(name: str, model: nn.Module, example: Sequence[Tensor]) -> None:
-    """Raise InputError where the model writes to its own buffers as it runs: its answer follows what it was asked."""
+    """Raise InputError where the model writes to its own buffers, or to its inputs, as it runs: its answer follows what
+    it was asked before.
+    """
     before = {buffer: tensor._version for buffer, tensor in model.named_buffers()}
-    model(*example)
+    given = [tensor.clone() for tensor in example]
+    model(*given)
+    if any(tensor._version for tensor in given):
+        raise InputError(f"{name} changes its input in place as it runs: have forward work on a copy")
     changed = [buffer for buffer, tensor in model.named_buffers() if tensor._version != before.get(buffer)]
     if changed:
         raise InputError(

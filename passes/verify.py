@@ -197,7 +197,7 @@ def export_error(exported: GraphModule, module: GraphModule, inputs: tuple[Tenso
     """
     run = [Wide(each).run if _in_half(module) else each for each in (exported, module)]
     pairs = zip(*(outputs(each(*inputs)) for each in run), strict=True)
-    error = max(relative_error(found, wanted) for found, wanted in pairs)
+    error = max((relative_error(found, wanted) for found, wanted in pairs), default=0.0)
     if not error <= EXPORT_TOLERANCE:
         raise CheckFailedError(
             f"the exported model differs from the module by {error:.2e} (allowed {EXPORT_TOLERANCE:.0e}); "

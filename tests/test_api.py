@@ -1,6 +1,7 @@
 """The Python API given what it cannot use: one error of ours that says what, before any work."""
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,17 @@ class Refusing(nn.Module):
         raise SystemExit(f"no {list(x.shape)}\nat all")
 
 
+class Locked(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = Lock()
+
+
+class ByName(nn.Module):
+    def forward(self, *, x: Tensor) -> Tensor:
+        return x
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a keyword for a name": (lambda: called("class"), "Sequential calls a part of it 'class'"),
     "a quotation mark in a name": (lambda: called('a"b'), "Sequential calls a part of it 'a\"b'"),
@@ -63,6 +75,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no numbers": (without_numbers, r"Attention: weight qkv\.weight has no numbers \(it is on the meta device"),
     "lazy weights": (lambda: nn.LazyLinear(4), "LazyLinear: weight weight has no numbers"),
     "no forward": (nn.Module, "Module does not take an input of 9x32"),
+    "what cannot be copied": (Locked, r"Locked cannot be copied and put in evaluation mode \(TypeError: cannot pickle"),
+    "inputs by name alone": (ByName, "its forward takes x by name alone; wrap it"),
     "an exit": (Refusing, r"Refusing does not take an input of 9x32 \(no \[2, 9, 32\]\)"),
 }
 
@@ -75,6 +89,8 @@ def test_models_that_cannot_be_captured(case: str) -> None:
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "a typing error": ({"input_sise": "3x16x16"}, "unknown keyword 'input_sise': did you mean 'input_size'"),
+    "a name in two lines": ({"checkpoint": "a\nb.pth"}, "^cannot read the checkpoint a b.pth: No such file"),
     "no variant": ({"variant": None}, "the variant: None is no str"),
     "options in a text": ({"options": "centred=true"}, "options: 'centred=true' is no Mapping"),
     "an option that is no text": ({"options": {3: 1}}, "unknown option of l1 3"),

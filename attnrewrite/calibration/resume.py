@@ -36,7 +36,7 @@ class State:
             self.folder.mkdir(parents=True, exist_ok=True)
             torch.save({"key": key, "content": content}, fresh)
             os.replace(fresh, self._file(name))
-        except (OSError, RuntimeError) as error:  # what torch raises on a full disk
+        except (OSError, RuntimeError, ValueError) as error:  # torch has its own for a full disk
             raise InputError(f"cannot write {self._file(name)}: {first_line(error)}") from error
         finally:
             fresh.unlink(missing_ok=True)

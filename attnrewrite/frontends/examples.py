@@ -103,6 +103,8 @@ def _way_out(model: nn.Module, inputs: Sequence[Tensor], reason: str) -> str:
     if len(needed) > len(inputs):
         listed = ", ".join(needed)
         return f"its forward takes {len(needed)} inputs ({listed}); in Python, give all of them as example_inputs"
+    if unplaced := [each.name for each in named if each.kind is each.KEYWORD_ONLY and each.default is each.empty]:
+        return f"its forward takes {', '.join(unplaced)} by name alone; wrap it in a module that takes it by place"
     if inputs[0].is_floating_point() and ("indices" in reason or reads_tokens(model)):
         return TEXT
     used = next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs[0].dtype)

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.files import as_path, check_file, read_json
 from attnrewrite.frontends.checkpoints import SUFFIXES, load_checkpoint, read_program
 from attnrewrite.frontends.examples import TEXT, given_examples, made_example, reads_tokens, require_runs
@@ -221,11 +221,16 @@ def _describe(origin: Origin, source: Source) -> Origin:
 def _from_module(model: nn.Module, checkpoint: str | None) -> Source:
     compiled = getattr(model, "_orig_mod", None)  # what torch.compile keeps of the module that it was given
     model = compiled if isinstance(compiled, nn.Module) else model
-    if checkpoint is not None or any(module.training for module in model.modules()):
-        model = copy.deepcopy(model).eval()  # the caller's own stays as it is
+    name = type(model).__name__
+    try:
+        if checkpoint is not None or any(module.training for module in model.modules()):
+            model = copy.deepcopy(model).eval()  # the caller's own stays as it is
+    except Exception as error:  # what a module holds beside tensors may be no matter for copies
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{name} cannot be copied and put in evaluation mode ({why}): give model.eval()") from error
     if checkpoint is not None:
-        load_checkpoint(model, _checkpoint_path(checkpoint, type(model).__name__))
-    return Source(type(model).__name__, model, None, ())
+        load_checkpoint(model, _checkpoint_path(checkpoint, name))
+    return Source(name, model, None, ())
 
 
 def _from_program(program: ExportedProgram, name: str, checkpoint: str | None) -> Source:

@@ -30,6 +30,8 @@ class Odd(nn.Module):
         if self.odd == "counts":
             self.calls.add_(1.0)
             x = x + self.calls
+        if self.odd == "changes its input":
+            x.mul_(2)
         if self.odd == "counts in Python":
             self.number += 1
             x = x * self.number
@@ -46,6 +48,7 @@ TOKENS = (torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0)),)
     ("odd", "error", "message"),
     [
         ("counts", InputError, "changes its own buffer calls as it runs"),
+        ("changes its input", InputError, "changes its input in place as it runs: have forward work on a copy"),
         ("drops", InputError, r"draws random numbers at dropout.*training=self\.training"),
         ("drops scores", NothingMatchedError, "its probabilities pass through dropout"),
         ("counts in Python", CheckFailedError, "differs from the model by .* was frozen as the example had it"),
