@@ -22,7 +22,7 @@ from attnrewrite.evaluation.records import Comparison, Evaluation, Quantiles, Ro
 from attnrewrite.images.dataset import Images
 from attnrewrite.images.preprocessing import Preprocessing, image_size
 from attnrewrite.request import Progress
-from attnrewrite.targets.base import Artifact, Run, Target, get_target
+from attnrewrite.targets.base import Artifact, Estimate, Run, Target, get_target
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ def compare_models(
     latencies = timed([run for _, _, run in runs], repeats, budget_s, progress)
     costs = {name: cost(model) for name, model in models.items()}
     rows = tuple(
-        _row(models[name], target, run, latency, qualities.get(name), costs[name])
+        _row(
+            models[name], target, run, latency, qualities.get(name), costs[name], _estimate_in_words(run, target, runs)
+        )
         for (name, target, run), latency in zip(runs, latencies, strict=True)
     )
     return Comparison(environment(threads), rows)
@@ -107,18 +109,20 @@ def prepared(model: CompareModel, target: Target, threads: int) -> tuple[Run, ..
         runs = target.runs(model.name, model.module, model.example_inputs, threads=threads)
         if target.availability().measure is None:
             return runs
-        built = _built(model, target, threads)
+        built, estimate = _built(model, target, threads)
     except Exception as error:  # a target of another package raises what it likes
         return (Run.refused("–", Refusal("failed", str(told(f"target {target.name!r}", error)))),)
     note = "; ".join((f"checked: {built.check}", f"schedule: {built.schedule}", *built.notes))
     return tuple(
-        replace(run, max_abs_error=built.max_abs_error, size_bytes=built.size_bytes, note=note) for run in runs
+        replace(run, max_abs_error=built.max_abs_error, size_bytes=built.size_bytes, note=note, estimate=estimate)
+        for run in runs
     )
 
 
-def _built(model: CompareModel, target: Target, threads: int) -> Artifact:
+def _built(model: CompareModel, target: Target, threads: int) -> tuple[Artifact, Estimate | None]:
     with tempfile.TemporaryDirectory() as folder:
-        return target.lower(model.name, model.module, model.example_inputs, Path(folder), threads=threads)
+        made = target.lower(model.name, model.module, model.example_inputs, Path(folder), threads=threads)
+        return made, target.estimate(made)
 
 
 def timed(
@@ -149,14 +153,19 @@ def _row(
     latency: Latency | None,
     quality: Evaluation | None,
     cost: tuple[int, int],
+    estimated: str,
 ) -> Row:
     params, macs = cost
+    time = None if latency is None else Quantiles(latency.p50_ms, latency.p90_ms)
+    told = latency is None and run.estimate is not None and run.estimate.trusted
+    if told and run.estimate is not None:
+        time = Quantiles(run.estimate.ms, run.estimate.high)
     return Row(
         model=model.name,
         target=target.name,
         runtime=run.runtime,
-        status="unavailable" if latency is None else "measured",
-        latency_ms=None if latency is None else Quantiles(latency.p50_ms, latency.p90_ms),
+        status="estimated" if told else "unavailable" if latency is None else "measured",
+        latency_ms=time,
         instructions=None,
         top1=quality.top1 if quality else None,
         agreement=quality.agreement if quality else None,
@@ -165,5 +174,27 @@ def _row(
         macs=macs,
         max_abs_error=run.max_abs_error,
         sites=model.sites,
-        note="; ".join(filter(None, (str(run.reason or ""), run.note))),
+        note="; ".join(filter(None, (str(run.reason or ""), estimated, run.note))),
     )
+
+
+def _estimate_in_words(run: Run, target: Target, runs: Sequence[tuple[str, Target, Run]]) -> str:
+    """The estimate with its interval; or, where it is too far off to be told, the run's place among those of the target
+    in the same runtime.
+    """
+    found = run.estimate
+    if found is None:
+        return ""
+    fit = (
+        f"on model families that it was not fitted to, the estimate's rank correlation is {found.ranking:.2f} and its "
+        f"median error {found.error:.0%}"
+    )
+    if found.trusted:
+        return f"estimated for {found.device}: {found.ms:.2f} ms, {found.low:.2f} to {found.high:.2f}; {fit}"
+    others = [
+        other.estimate.ms
+        for _, its, other in runs
+        if its is target and other.runtime == run.runtime and other.estimate is not None
+    ]
+    place = 1 + sum(ms < found.ms for ms in others)
+    return f"number {place} of {len(others)} in the estimated order for {found.device}, fastest first; no time: {fit}"

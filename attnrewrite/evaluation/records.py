@@ -40,8 +40,9 @@ class Quantiles:
 class Row:
     """One model in one runtime of one target.
 
-    `latency_ms` is a time of this machine's clock and stands only where `status` is "measured"; `instructions` a count
-    of an emulator. `top1` and `agreement` (with the first model) are percentages, `macs` multiply-adds for one image,
+    `latency_ms` is a time of this machine's clock where `status` is "measured", and what a target's model of its
+    device's costs says where it is "estimated" (p90: the end of its interval); `instructions` is a count of an
+    emulator. `top1` and `agreement` (with the first model) are percentages, `macs` multiply-adds for one image,
     `max_abs_error` the distance to the module's own outputs. None: not known. `note` says why, and what to know.
     """
 

@@ -19,7 +19,7 @@ from attnrewrite.images.pool import Pool
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Execution
-from attnrewrite.selection.costs import Costs, Timer, estimated, measured, timer_of
+from attnrewrite.selection.costs import Costs, Timer, estimated, measured, priced, timer_of
 from attnrewrite.selection.cross_fit import cross_fitted
 from attnrewrite.selection.loss_bound import Loss, LossMeter
 from attnrewrite.selection.problem import Auto, Extraction, described
@@ -120,7 +120,10 @@ class Measurements:
 
     def _costs(self) -> Costs:
         if isinstance(self.timer, str):
-            return estimated(self.extraction, self.auto.candidates, self.timer)
+            target = None if self.auto.budget.target is None else get_target(self.auto.budget.target)
+            asked = self.extraction, self.auto.candidates
+            prices = None if target is None else priced(target, *asked, self.execution, self.timer)
+            return prices or estimated(*asked, self.timer)
         return measured(self.timer, self.extraction, self.auto.candidates, self.execution)
 
     def loss(self, standing: Mapping[str, Variant]) -> Loss:

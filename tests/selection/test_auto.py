@@ -15,7 +15,7 @@ from tiny_vits import INPUTS, encoder
 
 import attnrewrite as ar
 from attnrewrite.cli.main import main
-from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
+from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError, Refusal
 from attnrewrite.evaluation.latency import Latency
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.fx.rewrite import FxRewrite
@@ -24,6 +24,8 @@ from attnrewrite.selection.costs import WHOLE, Timer
 from attnrewrite.selection.knapsack import Table
 from attnrewrite.selection.problem import described
 from attnrewrite.selection.search import Losing, Step
+from attnrewrite.targets.base import Availability
+from attnrewrite.targets.devices.apple_npu import CoreMLNpu
 
 COUNT = 160
 FEW = ["l1", "polynomial:rank=2"]
@@ -88,6 +90,21 @@ def test_a_budget_on_an_unmeasured_target_is_estimated_and_says_so(labelled: lis
     assert told["promise"]["timed_ratio"] <= 0.98
     with pytest.raises(CheckFailedError, match=r"no choice of candidates brings Encoder down to 0.2 of its cost"):
         ar.convert(model, inputs, max_latency=0.2, **how)
+
+
+def test_a_target_with_a_model_of_its_device_prices_candidates_by_it(
+    labelled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def price(self: CoreMLNpu, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> float:
+        return 1.0 if "l1" in str(module).lower() else 5.0
+
+    monkeypatch.setattr(CoreMLNpu, "price", price)
+    monkeypatch.setattr(CoreMLNpu, "availability", lambda self: Availability(None, Refusal("far", "it is elsewhere")))
+    how: dict[str, Any] = {"variant": "auto", "target": "coreml-npu", "candidates": ["l1"], "calibration": labelled}
+    done = ar.convert(encoder(), INPUTS, max_drop=99.0, **how)
+    told = done.report["selection"]["cost"]
+    assert (told["status"], told["unit"], told["original"]) == ("estimated", "estimated time", 5.0)
+    assert told["how"] == "the estimate of coreml-npu, each site's module by itself; it is elsewhere"
 
 
 def clock(calls: Mapping[str, Callable[[], object]], **_: Any) -> dict[str, Latency]:

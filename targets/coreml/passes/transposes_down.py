@@ -48,7 +48,8 @@ def lies(variable: Any) -> Order | None:
     if found is None:
         return None
     long = [axis for axis, size in enumerate(variable.shape) if size > 1]
-    strides = {axis: int(found.index.transpose(0, axis)[1].flatten()[0] - found.index.flatten()[0]) for axis in long}
+    first = (0,) * variable.rank
+    strides = {axis: int(found.index[(*first[:axis], 1, *first[axis + 1 :])] - found.index[first]) for axis in long}
     sorted_ = iter(sorted(long, key=lambda axis: -strides[axis]))
     order = tuple(next(sorted_) if axis in long else axis for axis in range(variable.rank))
     return None if order == tuple(range(variable.rank)) or _view(variable, order) is None else order
