@@ -136,14 +136,14 @@ def evaluate(
     Raises:
         InputError: a model or the data cannot be used.
     """
-    loaded = _load(source, None, **how)
+    loaded = _sound(_load(source, None, **how))
     reference = _original(source, loaded, original)
     require_pictures(loaded)
     modules = {loaded.name: any_batch(loaded)}
     images = load_images(data)
     most = None if batch_size is None else min(whole_number("--batch-size", batch_size, 1, MOST_IMAGES), len(images))
     if reference is not None:
-        modules = {f"{reference.name} (original)": any_batch(reference), **modules}
+        modules = {f"{reference.name} (original)": any_batch(_sound(reference)), **modules}
     first = next(iter(modules)) if reference is not None else None
     return evaluate_modules(
         modules, images, loaded.preprocessing, input_size=loaded.input_size, reference=first,
@@ -172,8 +172,7 @@ def lower(
     """
     chosen = get_target(target) if layout is None else get_target(target).with_layout(layout)
     count = 1 if threads is None else thread_count(threads)
-    loaded = _load(source, example_inputs, **how)
-    require_numbers(loaded.name, loaded.tensors, loaded.example_inputs)
+    loaded = _sound(_load(source, example_inputs, **how))
     module = runnable(loaded)
     inputs = _one_call(loaded, module)
     with staged(as_path(out), force=force) as folder:
@@ -217,8 +216,7 @@ def compare(
     count = 1 if threads is None else thread_count(threads)
     compared = {}
     for name, model in required("models", models, Mapping).items():
-        loaded = _load(model, example_inputs, **how)
-        require_numbers(loaded.name, loaded.tensors, loaded.example_inputs)
+        loaded = _sound(_load(model, example_inputs, **how))
         if data is not None:
             require_pictures(loaded)
         module, free = runnable(loaded), None if data is None else any_batch(loaded)
@@ -267,6 +265,12 @@ def _load(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how
         if name not in HOW:
             raise unknown_name("keyword", name, HOW)
     return load_source(source, example_inputs, **how)
+
+
+def _sound(source: Source) -> Source:
+    """The source. Raises InputError where its weights or its example hold no numbers."""
+    require_numbers(source.name, source.tensors, source.example_inputs)
+    return source
 
 
 def _original(source: Model, loaded: Source, original: Model | None) -> Source | None:

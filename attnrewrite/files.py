@@ -163,6 +163,8 @@ def _alone(out: Path) -> Iterator[None]:
     if out in _held.get():
         yield
         return
+    if not out.name:
+        raise InputError(f"{out} exists: choose another output")
     _check_writable(out)
     kept = _nearest_existing(out.parent)
     lock = out.with_name(f".{out.name}.lock")

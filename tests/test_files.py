@@ -244,6 +244,8 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
         check_free(tmp_path / "file" / "out", force=False)
     (tmp_path / "here" / "below").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here" / "below")
+    with pytest.raises(InputError, match="/ exists: choose another"), staged(Path("/"), force=True):
+        pytest.fail("the block must not run")
     for out in (Path("."), tmp_path / "here"):
         with pytest.raises(InputError, match="not replaced"):
             check_free(out, force=True)

@@ -14,6 +14,7 @@ from attnrewrite.images.preprocessing import Size, format_size
 from attnrewrite.passes.original import GRAPH_TOLERANCE
 from attnrewrite.passes.verify import HALF_STEPS, known_error, outputs
 
+BATCHES = (2, 4, 8, 16, 32)  # that a model's code may settle for
 TEXT = "it reads token numbers, as text models do, not pictures; in Python, give them as example_inputs"
 
 
@@ -113,4 +114,20 @@ def _way_out(model: nn.Module, inputs: Sequence[Tensor], reason: str) -> str:
         return (
             f"it computes in {own} and was given {given}; convert model.float(), or give {own} example_inputs in Python"
         )
+    if (batch := _own_batch(model, inputs)) is not None:
+        return f"its code settles for a batch of {batch}; in Python, give example_inputs of so many images"
     return "give another --input-size, or other example_inputs in Python"
+
+
+@torch.no_grad()
+def _own_batch(model: nn.Module, inputs: Sequence[Tensor]) -> int | None:
+    """A batch that a model takes which refuses a single image; None where there is none among the usual ones."""
+    if any(not tensor.dim() or len(tensor) != 1 for tensor in inputs):
+        return None
+    for batch in BATCHES:
+        try:
+            model(*(tensor.expand(batch, *tensor.shape[1:]).clone() for tensor in inputs))
+        except (Exception, SystemExit):  # nor this one
+            continue
+        return batch
+    return None

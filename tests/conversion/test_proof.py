@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
+from attnrewrite.frontends.sources import load_source
 from attnrewrite.passes.verify import float64_errors, rewritten_sites
 from attnrewrite.variants.registry import get_variant
 
@@ -73,6 +74,7 @@ def test_what_is_no_number_is_told_as_such(number: float, said: str, tmp_path: P
             lambda: ar.convert(model, example, variant="softmax", keep_bad=True),  # noqa: B023, called at once
             lambda: ar.lower(model, "host", tmp_path / "out", example_inputs=example),  # noqa: B023
             lambda: ar.compare({"odd": model}, example),  # noqa: B023
+            lambda: ar.evaluate(load_source(model, example), TOKENS[0]),  # noqa: B023
         ):
             with pytest.raises(InputError, match=f"{where} holds {said}"):
                 call()
