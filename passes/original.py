@@ -18,9 +18,16 @@ GRAPH_TOLERANCE = 1e-4  # the graph's operations are the model's own, but for th
 
 @torch.no_grad()
 def require_lasting_buffers(name: str, model: nn.Module, example: Sequence[Tensor]) -> None:
-    """Raise InputError where the model writes to its own buffers as it runs: its answer follows what it was asked."""
+    """Raise InputError where the model writes to its own buffers or inputs: its answer follows what it was asked."""
     before = {buffer: tensor._version for buffer, tensor in model.named_buffers()}
-    model(*example)
+    own = [tensor.clone() for tensor in example]  # which the model may write to
+    versions = [tensor._version for tensor in own]
+    model(*own)
+    if written := [index for index, tensor in enumerate(own) if tensor._version != versions[index]]:
+        raise InputError(
+            f"{name} writes to its own input {written[0]} as it runs, so that it cannot be asked twice: "
+            "let forward work on a copy (x = x.clone())"
+        )
     changed = [buffer for buffer, tensor in model.named_buffers() if tensor._version != before.get(buffer)]
     if changed:
         raise InputError(

@@ -1,5 +1,6 @@
 """From an exported program to the graph that the matcher reads: functional, and without what computes nothing."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from attnrewrite.patterns.fx.operators import operator_name
 aten = torch.ops.aten
 
 
+@functools.cache
 def product_decompositions() -> dict[Any, Any]:
     """einsum and baddbmm are spelled as the matrix products they are; everything else stays as written."""
     return {aten.einsum.default: einsum_as_product, **torch._decomp.get_decompositions([aten.baddbmm.default])}
@@ -42,13 +44,14 @@ class Functionalise(Pass[ExportedProgram]):
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether the matcher knows an operator as it is: no mutation, no einsum, no subgraph."""
+    """Whether an operator stays as it is: known to the matcher, or made of no others. No mutation, no subgraph."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OperatorBase):
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or writes(node):
         return False
     makes = not any(isinstance(operand.meta.get("val"), Tensor) for operand in node.all_input_nodes)
-    return makes or operator_name(node) in KNOWN or operator_name(node).startswith("_assert")
+    known = operator_name(node) in KNOWN or operator_name(node).startswith("_assert")
+    return makes or known or not (node.target in product_decompositions() or node.target._can_decompose())
 
 
 @dataclass(frozen=True)
