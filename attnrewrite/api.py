@@ -8,25 +8,26 @@ from typing import Any
 
 from rich.console import Group
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from attnrewrite.conversion.convert import convert_source
 from attnrewrite.conversion.record import Conversion, deployed, site_notes
-from attnrewrite.errors import InputError, Refusal
+from attnrewrite.errors import InputError, Refusal, required, told, unknown_name, whole_number
 from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
-from attnrewrite.files import staged, write_file
+from attnrewrite.files import as_path, staged, write_file
+from attnrewrite.frontends.batches import any_batch, fixed_batch, require_pictures, runnable
 from attnrewrite.frontends.capture import capture
+from attnrewrite.frontends.examples import one_image
 from attnrewrite.frontends.sources import Source, examine_onnx, load_source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.pages.comparison import comparison_page, comparison_table
-from attnrewrite.passes.fx.signature import is_open
+from attnrewrite.passes.original import require_numbers
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.plan import Placement, Plan
-from attnrewrite.request import Budget, Calibration, Execution, Progress
+from attnrewrite.request import MOST_IMAGES, Budget, Calibration, Execution, Progress, names, thread_count
 from attnrewrite.selection.problem import requested
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.targets.base import Artifact, get_target
@@ -34,6 +35,7 @@ from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, variants
 
 Model = Any  # an nn.Module, an ExportedProgram, a Source, a Conversion, or a string or path that names a model
+HOW = ("checkpoint", "input_size", "mean", "std")  # what `how` may hold
 Data = str | Path | Images | Iterable[Tensor]
 
 
@@ -60,6 +62,7 @@ def examine(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **h
 
 def supported(found: Scan) -> dict[str, dict[str, Refusal | None]]:
     """For each site id, what each variant says of it: None where it can stand there, else its refusal."""
+    required("what is asked about", found, Scan)
     known: dict[str, Variant] = {name: get_variant(name) for name in variants()}
     return {site.id: {name: refusal_of(v, site) for name, v in known.items()} for site in found.sites}
 
@@ -81,6 +84,7 @@ def convert(
     keep_bad: bool = False,
     seed: int = 0,
     threads: int | None = None,
+    memory: str | int | None = None,
     state: str | Path | None = None,
     progress: Progress | None = None,
     **how: Any,
@@ -97,6 +101,8 @@ def convert(
         samples: how many of them to use. steps: of distillation after the closed-form fit.
         keep: ids or names of sites that stay as they are, or patterns of them ("decoder.*").
         keep_bad: leave a site whose check fails as it is, and say so in the report, instead of stopping.
+        memory: bytes, or text such as "4GiB", that calibration stays within (default: what is held now and half of what
+            is free). The result is the same to rounding.
         state: a folder for what an interrupted distillation needs to go on from where it was, to the same weights.
         how: checkpoint, input_size, mean, std, as `load_source` takes them.
 
@@ -105,9 +111,10 @@ def convert(
         CheckFailedError: a result does not agree with its reference.
         InputError: anything given cannot be used.
     """
+    required("the variant", variant, str)
     budget = Budget(max_drop, max_latency, target, candidates or ())  # type: ignore[arg-type]
     request = Calibration(calibration, samples, steps)
-    execution = Execution(seed, threads, progress, None if state is None else Path(state))
+    execution = Execution(seed, threads, progress, state, memory)  # type: ignore[arg-type]
     chosen = requested(variant, options, budget, calibrated=calibration is not None)
     return convert_source(_load(source, example_inputs, **how), chosen, request, execution, keep, keep_bad)
 
@@ -131,15 +138,16 @@ def evaluate(
     """
     loaded = _load(source, None, **how)
     reference = _original(source, loaded, original)
-    modules = {loaded.name: runnable(loaded)}
+    require_pictures(loaded)
+    modules = {loaded.name: any_batch(loaded)}
     images = load_images(data)
-    most = None if batch_size is None else min(batch_size, len(images))
+    most = None if batch_size is None else min(whole_number("--batch-size", batch_size, 1, MOST_IMAGES), len(images))
     if reference is not None:
-        modules = {f"{reference.name} (original)": runnable(reference), **modules}
+        modules = {f"{reference.name} (original)": any_batch(reference), **modules}
     first = next(iter(modules)) if reference is not None else None
     return evaluate_modules(
         modules, images, loaded.preprocessing, input_size=loaded.input_size, reference=first,
-        batch_size=_fixed_batch(loaded) or most, progress=progress,
+        batch_size=most, progress=progress,
     )  # fmt: skip
 
 
@@ -163,10 +171,16 @@ def lower(
         CheckFailedError: the artifact does not agree with the model; nothing is left behind.
     """
     chosen = get_target(target) if layout is None else get_target(target).with_layout(layout)
+    count = 1 if threads is None else thread_count(threads)
     loaded = _load(source, example_inputs, **how)
-    inputs = tuple(t[:1] for t in loaded.example_inputs) if _fixed_batch(loaded) is None else loaded.example_inputs
-    with staged(Path(out), force=force) as folder:
-        artifact = chosen.lower(loaded.name, runnable(loaded), inputs, folder, threads=threads or 1)
+    require_numbers(loaded.name, loaded.tensors, loaded.example_inputs)
+    module = runnable(loaded)
+    inputs = _one_call(loaded, module)
+    with staged(as_path(out), force=force) as folder:
+        try:
+            artifact = chosen.lower(loaded.name, module, inputs, folder, threads=count)
+        except Exception as error:
+            raise told(f"target {target!r}", error) from error
     return replace(artifact, path=Path(out))
 
 
@@ -179,7 +193,7 @@ class Comparison(records.Comparison):
 
     def to_html(self, path: str | Path) -> Path:
         """Write the page, self-contained, to `path`. Raises InputError where it cannot be written."""
-        write_file(Path(path), comparison_page(self), force=True)
+        write_file(as_path(path), comparison_page(self), force=True)
         return Path(path)
 
 
@@ -200,25 +214,19 @@ def compare(
     Raises:
         InputError: a model, a target or the data cannot be used.
     """
+    count = 1 if threads is None else thread_count(threads)
     compared = {}
-    for name, model in models.items():
+    for name, model in required("models", models, Mapping).items():
         loaded = _load(model, example_inputs, **how)
-        inputs = tuple(t[:1] for t in loaded.example_inputs) if _fixed_batch(loaded) is None else loaded.example_inputs
-        compared[name] = CompareModel(
-            name, runnable(loaded), inputs, loaded.preprocessing, sites_of(model, loaded), _fixed_batch(loaded)
-        )
+        require_numbers(loaded.name, loaded.tensors, loaded.example_inputs)
+        if data is not None:
+            require_pictures(loaded)
+        module, free = runnable(loaded), None if data is None else any_batch(loaded)
+        inputs = _one_call(loaded, module)
+        compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free)
     images = None if data is None else load_images(data)
-    found = compare_models(compared, targets, images, threads=threads or 1, progress=progress)
+    found = compare_models(compared, names("targets", targets), images, threads=count, progress=progress)
     return Comparison(found.environment, found.rows)
-
-
-def runnable(source: Source) -> nn.Module:
-    """The source as a module in evaluation mode."""
-    if source.model is not None:
-        is_graph = isinstance(source.model, GraphModule)  # graphs were captured in evaluation mode, and stay in it
-        return source.model if is_graph else source.model.eval()
-    assert source.program is not None
-    return source.program.module()
 
 
 def sites_of(model: Model, loaded: Source) -> tuple[dict[str, Any], ...]:
@@ -236,8 +244,8 @@ def _planned_sites(folder: Path, found: Sequence[Mapping[str, Any]]) -> tuple[di
     their order. The remarks are the report's, which alone has them.
     """
     replaced = [_site(each, each.site, each.variant.name) for each in Plan.load(folder).placements]
-    names = {site["name"] for site in replaced}  # exact rows of a form are found again, under their site's name
-    kept = [site for site in found if site["name"] not in names]
+    taken_names = {site["name"] for site in replaced}  # exact rows of a form are found again, under their site's name
+    kept = [site for site in found if site["name"] not in taken_names]
     taken = {site["id"] for site in replaced}
     free = [name for name in (f"site{n}" for n in range(len(replaced) + len(kept))) if name not in taken]
     sites = replaced + [{**site, "id": name} for site, name in zip(kept, free, strict=False)]
@@ -255,6 +263,9 @@ def _load(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how
     if isinstance(source, Conversion):
         name = f"{source.report['model']} ({source.report['variant']})"
         return Source(name, deployed(source.module), None, source.example_inputs, source.preprocessing, source.origin)
+    for name in how:
+        if name not in HOW:
+            raise unknown_name("keyword", name, HOW)
     return load_source(source, example_inputs, **how)
 
 
@@ -273,14 +284,9 @@ def _original(source: Model, loaded: Source, original: Model | None) -> Source |
         return None
 
 
-def _fixed_batch(source: Source) -> int | None:
-    """The only batch size that an exported program takes, or None."""
-    if source.program is None:
-        return None
-    names = set(source.program.graph_signature.user_inputs)
-    first = next(n for n in source.program.graph.nodes if n.op == "placeholder" and n.name in names)
-    size = first.meta["val"].shape[0]
-    return None if is_open(size) else int(size)
+def _one_call(loaded: Source, module: nn.Module) -> tuple[Tensor, ...]:
+    """Inputs of one image, or of the only batch that the model takes."""
+    return loaded.example_inputs if fixed_batch(loaded) is not None else one_image(module, loaded.example_inputs)
 
 
 __all__ = ["Comparison", "Conversion", "compare", "convert", "evaluate", "explain", "lower", "supported"]

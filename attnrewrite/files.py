@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,54 @@ WRITTEN = LOWERED | {
 # What the records in a folder of ours hold: a conversion's plan, its report, a comparison's report.
 RECORDS = (("plan.json", {"model", "placements"}), ("report.json", {"model", "sites"}), ("report.json", {"rows"}))
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_TOLD = 100  # characters of a name that cannot be used
 ENOUGH_BYTES = 1 << 20  # a disk with less left than this is full
 _TOKEN_BYTES = 4  # of the random part of a temporary name
+_held: ContextVar[frozenset[Path]] = ContextVar("outputs that this run holds", default=frozenset())
+
+
+def as_path(given: object) -> Path:
+    """A path as a user gives it, `~` written out.
+
+    Raises:
+        InputError: it is no path, or the system takes no such name.
+    """
+    if not isinstance(given, str | os.PathLike):
+        raise InputError(f"a {type(given).__name__} is no path: give a text or a pathlib.Path")
+    try:
+        path = Path(given).expanduser()
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, RuntimeError, ValueError, TypeError) as error:  # as for a zero byte, or a user that is not known
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise InputError(f"{str(given)[:_TOLD]!r} cannot be used as a path: {reason}") from error
+    return path
 
 
 def check_file(path: Path, what: str) -> None:
     """Raise InputError unless `path` is a readable file that is not a web page or a placeholder of one."""
+    path = as_path(path)
     if path.is_dir():
         raise InputError(f"{path} is a folder: the {what} is a file in it")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is a pipe or a device: save the {what} as a file, which is read more than once")
     try:
-        with path.open("rb") as file:
-            head = file.read(64)
+        head = _head(path)
     except OSError as error:
         raise InputError(f"cannot read the {what} {path}: {error.strerror}") from error
     if not head:
         raise InputError(f"{path} is empty: fetch the {what} again")
-    if head.lstrip().startswith((b"<", b"\xef\xbb\xbf<")):
+    if head.startswith((b"<", b"\xef\xbb\xbf<")):
         raise InputError(f"{path} is a web page, not a {what}: fetch the file itself (its raw download)")
     if head.startswith(b"version https://git-lfs"):
         raise InputError(f"{path} is a Git LFS pointer, not a {what}: fetch the file with git lfs pull")
+
+
+def _head(path: Path) -> bytes:
+    """The first characters of a file, without the space before them."""
+    with path.open("rb") as file:
+        return file.read(64).lstrip()
 
 
 def read_json(path: Path) -> Any:
@@ -55,7 +85,7 @@ def check_free(out: Path, *, force: bool) -> None:
     """Raise InputError unless the folder `out` can be made or, with `force`, replaced: where it is empty, or holds
     nothing but what attnrewrite wrote. Nothing is written.
     """
-    out = Path(out).expanduser().absolute()
+    out = as_path(out).absolute()
     if os.path.lexists(out):
         if not force:
             raise InputError(f"{out} exists: choose another output folder, or replace it with --force")
@@ -70,7 +100,10 @@ def _check_ours(out: Path) -> None:
     keep = "is not replaced: choose another output folder, or remove it yourself"
     if out.is_symlink() or not out.is_dir():
         raise InputError(f"{out} is {'a link' if out.is_symlink() else 'no folder'} and {keep}")
-    names = {entry.name for entry in out.iterdir()}
+    try:
+        names = {entry.name for entry in out.iterdir()}
+    except OSError as error:
+        raise InputError(f"cannot look into {out}: {error.strerror}") from error
     if foreign := sorted(names - WRITTEN):
         raise InputError(f"{out} holds {foreign[0]}, which attnrewrite did not write, and {keep}")
     if not (names <= LOWERED or any(keys <= _keys(out / record) for record, keys in RECORDS)):
@@ -97,7 +130,7 @@ def _check_writable(out: Path) -> None:
 
 def check_apart(out: Path, given: Iterable[Path]) -> None:
     """Raise InputError where replacing `out` would remove one of the files or folders `given`, which are read."""
-    out = Path(out).expanduser().resolve()
+    out = as_path(out).resolve()
     for path in given:
         if os.path.lexists(path) and path.resolve().is_relative_to(out):
             raise InputError(f"{out} is, or holds, {path}, which is read: choose another output folder")
@@ -107,35 +140,60 @@ def check_apart(out: Path, given: Iterable[Path]) -> None:
 def reserved(out: Path, *, force: bool) -> Iterator[None]:
     """Nobody else's while the block runs: the output folder `out`, which `staged` makes in it.
 
-    What killed runs left behind is put back (a folder that was about to be replaced) or removed. The lock is a file
-    beside `out` that the system frees when its process ends, however that ends.
-
     Raises:
         InputError: another process writes `out`, `check_free` raises it, or the disk is full.
     """
-    out = Path(out).expanduser().absolute()
+    out = as_path(out).absolute()
+    with _alone(out):
+        check_free(out, force=force)
+        yield
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Nobody else writes the file or folder `out` while the block runs; a block inside one that holds it just runs.
+
+    What killed runs left behind is put back (a folder that was about to be replaced) or removed. The lock is a file
+    beside `out` that the system frees when its process ends, however that ends. Folders made on the way go again where
+    nothing came to lie in them.
+
+    Raises:
+        InputError: another run writes `out`, it cannot be written, or the disk is full.
+    """
+    if out in _held.get():
+        yield
+        return
     _check_writable(out)
     kept = _nearest_existing(out.parent)
     lock = out.with_name(f".{out.name}.lock")
     try:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = _locked(lock, out)
-        except OSError as error:
-            raise InputError(f"cannot write {out}: {error.strerror}") from error
-        try:
-            _clear_leftovers(out)
-            check_free(out, force=force)
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
-            os.close(descriptor)
-    except Exception as error:
-        if _is_full(error, kept):
-            raise InputError(f"cannot write {out}: {os.strerror(errno.ENOSPC)}") from error
-        raise
+        with _full_disk_told(out, kept):
+            try:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = _locked(lock, out)
+            except OSError as error:
+                raise InputError(f"cannot write {out}: {error.strerror}") from error
+            outer = _held.set(_held.get() | {out})
+            try:
+                _clear_leftovers(out)
+                yield
+            finally:
+                _held.reset(outer)
+                lock.unlink(missing_ok=True)
+                os.close(descriptor)
     finally:
         _prune(out.parent, kept)
+
+
+@contextmanager
+def _full_disk_told(out: Path, folder: Path) -> Iterator[None]:
+    """Tell of a full disk whatever is raised because of one while `out` is written, below `folder`."""
+    try:
+        yield
+    except Exception as error:
+        if _is_full(error, folder):
+            raise InputError(f"cannot write {out}: {os.strerror(errno.ENOSPC)}") from error
+        raise
 
 
 def _locked(lock: Path, out: Path) -> int:
@@ -193,29 +251,30 @@ def _remove(path: Path) -> None:
 def staged(out: Path, *, force: bool) -> Iterator[Path]:
     """A temporary folder beside `out` that becomes `out` when the block succeeds, and goes when it fails.
 
-    An existing `out` is refused unless `force`, which replaces it: the old one stays until the new one is whole.
+    An existing `out` is refused unless `force`, which replaces it: the old one stays until the new one is whole. Nobody
+    else writes `out` meanwhile, see `reserved`.
 
     Raises:
-        InputError: `check_free` raises it, or `out` cannot be written, as on a full disk.
+        InputError: `reserved` raises it, or `out` cannot be written, as on a full disk.
     """
-    out = Path(out).expanduser().absolute()
-    check_free(out, force=force)
-    stage = out.with_name(f".{out.name}.{secrets.token_hex(_TOKEN_BYTES)}.partial")
-    kept = _nearest_existing(out.parent)
-    try:
+    out = as_path(out).absolute()
+    with reserved(out, force=force):
+        stage = out.with_name(f".{out.name}.{secrets.token_hex(_TOKEN_BYTES)}.partial")
         try:
-            stage.mkdir(parents=True)
-        except OSError as error:
-            raise InputError(f"cannot write {out}: {error.strerror}") from error
-        yield stage
-        _replace(stage, out, force=force)
-    except BaseException as error:
-        full = _is_full(error, kept)
-        shutil.rmtree(stage, ignore_errors=True)
-        _prune(out.parent, kept)
-        if full:
-            raise InputError(f"cannot write {out}: {os.strerror(errno.ENOSPC)}") from error
-        raise
+            with _full_disk_told(out, out.parent):
+                _make(stage, out)
+                yield stage
+                _replace(stage, out, force=force)
+        except BaseException:
+            shutil.rmtree(stage, ignore_errors=True)
+            raise
+
+
+def _make(stage: Path, out: Path) -> None:
+    try:
+        stage.mkdir()
+    except OSError as error:
+        raise InputError(f"cannot write {out}: {error.strerror}") from error
 
 
 def _is_full(error: BaseException, folder: Path) -> bool:
@@ -228,34 +287,36 @@ def _is_full(error: BaseException, folder: Path) -> bool:
 
 
 def check_free_file(out: Path, *, force: bool) -> None:
-    """Raise InputError unless the file `out` can be written (or, with `force`, replaced). Nothing is written."""
-    out = Path(out).expanduser()
+    """Raise InputError unless the file `out` can be written or, with `force`, replaced: where it is empty, or begins as
+    a page or JSON does, which is what we write. Nothing is written.
+    """
+    out = as_path(out)
     if out.is_dir():
         raise InputError(f"{out} is a folder: give the name of a file to write in it")
     if os.path.lexists(out) and not force:
         raise InputError(f"{out} exists: choose another file, or replace it with --force")
+    if os.path.lexists(out) and not (out.is_file() and _head(out)[:1] in (b"", b"<", b"{")):
+        raise InputError(f"{out} is no page and no JSON, and is not replaced: choose another file")
     _check_writable(out.absolute())
 
 
 def write_file(out: Path, text: str, *, force: bool) -> None:
     """Write `text` to the file `out`, which appears whole or not at all; its folder is made.
 
-    Raises InputError where `out` exists (without `force`) or cannot be written.
+    Raises InputError where `out` exists (without `force`), cannot be written, or is being written by another run.
     """
-    out = Path(out).expanduser().absolute()
-    check_free_file(out, force=force)
-    stage = out.with_name(f".{out.name}.{secrets.token_hex(_TOKEN_BYTES)}.partial")
-    kept = _nearest_existing(out.parent)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        stage.write_text(text, encoding="utf-8")
-        stage.replace(out)
-    except BaseException as error:
-        stage.unlink(missing_ok=True)
-        _prune(out.parent, kept)
-        if isinstance(error, OSError):
-            raise InputError(f"cannot write {out}: {error.strerror}") from error
-        raise
+    out = as_path(out).absolute()
+    with _alone(out):
+        check_free_file(out, force=force)
+        stage = out.with_name(f".{out.name}.{secrets.token_hex(_TOKEN_BYTES)}.partial")
+        try:
+            stage.write_text(text, encoding="utf-8")
+            stage.replace(out)
+        except (OSError, UnicodeEncodeError) as error:
+            reason = getattr(error, "strerror", None) or "its text holds what is no character"
+            raise InputError(f"cannot write {out}: {reason}") from error
+        finally:
+            stage.unlink(missing_ok=True)
 
 
 def _replace(stage: Path, out: Path, *, force: bool) -> None:

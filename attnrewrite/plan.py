@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attnrewrite.errors import InputError, Refusal
+from attnrewrite.files import as_path
 from attnrewrite.patterns.weights import same_weights
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant
@@ -72,6 +73,7 @@ class Plan:
     @staticmethod
     def load(folder: Path) -> "Plan":
         """Read what `save` wrote. Raises InputError naming the file that is missing, damaged or of another version."""
+        folder = as_path(folder)
         document = _read_document(folder / PLAN_FILE)
         try:
             tensors = load_file(folder / WEIGHTS_FILE)
@@ -104,6 +106,7 @@ def misfit(plan: Plan, scan: Scan) -> Refusal | None:
                 "missing-site",
                 f"is another model's: the plan does not fit {scan.model}: {where} is missing, "
                 f"the model has {len(sites)} sites; apply the plan to the model that it was made from",
+                site=placement.site,
             )
         for attribute in ("heads", "head_dim", "n_queries", "n_keys", "fingerprint"):
             mine, theirs = getattr(placement, attribute), getattr(site, attribute)
@@ -113,6 +116,7 @@ def misfit(plan: Plan, scan: Scan) -> Refusal | None:
                     f"is another model's: the plan does not fit {scan.model}: {where} has {attribute} "
                     f"{_short(theirs)}, the plan was made for {_short(mine)}; "
                     "apply the plan to the model that it was made from",
+                    site=placement.site,
                 )
     return None
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from attnrewrite.errors import InputError, Refusal, unknown_name
+from attnrewrite.errors import InputError, Refusal, required, unknown_name
 
 OWN = "attnrewrite"
 log = logging.getLogger(OWN)
@@ -31,7 +31,7 @@ class Rules(Generic[T]):
     """What a foreign class must be: a subclass of `base` with a `name`, that is made without arguments.
 
     `texts` are class attributes that are strings. `methods` says what a subclass of each class there must define
-    itself; the first one that is missing is told, so the most special classes come first. `try_out` is given an
+    itself; the first one that is missing is reported, so the most special classes come first. `try_out` is given an
     instance and says what else keeps it from being used; whatever it raises counts as a fault of the class.
     """
 
@@ -73,6 +73,7 @@ class Registry(Generic[T]):
         Raises:
             InputError: the name is unknown (with the nearest one that is known), or what bears it is left out (why).
         """
+        required(f"the {self.what}", name, str)
         known = self.built_in if name in self.built_in else self.usable()
         if name not in known:
             unusable = self.unusable()

@@ -5,14 +5,32 @@ command line; how it is spelled and explained there stands beside it. A value ou
 made, whoever makes it.
 """
 
-from collections.abc import Callable
+import numbers
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, required, short, whole_number
+from attnrewrite.resources import parse_bytes
 
+MOST_IMAGES = MOST_STEPS = 10**9
+MOST_SEED = 2**32 - 1  # what torch, and a multiple of it, and numpy take
+MOST_THREADS = 1024  # beyond some thousands, OpenMP takes the process down
 Progress = Callable[[str, int, int], None]  # what is being done, how many of it are done, of how many
+
+
+def names(what: str, given: object) -> tuple[str, ...]:
+    """Names, given as one text, as several, or as None for none. Raises InputError where they are no texts."""
+    if given is None or isinstance(given, str):
+        return () if given is None else (given,)
+    return tuple(required(f"each of {what}", name, str) for name in required(what, given, Iterable))
+
+
+def thread_count(given: object) -> int:
+    """Raises InputError where it is no number of threads."""
+    return whole_number("--threads", given, 1, MOST_THREADS)
 
 
 @dataclass(frozen=True)
@@ -73,8 +91,10 @@ class Budget:
     )
 
     def __post_init__(self) -> None:
-        names = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates or ())
-        object.__setattr__(self, "candidates", names)
+        object.__setattr__(self, "candidates", names("--candidates", self.candidates))
+        for what, ratio in (("--max-drop", self.max_drop), ("--max-latency", self.max_latency)):
+            if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, numbers.Real)):
+                raise InputError(f"{what} {short(ratio)} is no number")
         if self.max_drop is not None and not 0 < self.max_drop < 100:
             raise InputError(
                 f"--max-drop {self.max_drop:g} must lie between 0 and 100: it is in percentage points, such as 0.5"
@@ -106,10 +126,8 @@ class Calibration:
     skip_bad: bool = option(False, "Leave out damaged image files, and name them.", flag="--skip-bad")
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise InputError(f"{self.samples} samples: at least one image is needed")
-        if self.steps < 0:
-            raise InputError(f"{self.steps} steps: distillation takes 0 steps (none) or more")
+        object.__setattr__(self, "samples", whole_number("--samples", self.samples, 1, MOST_IMAGES))
+        object.__setattr__(self, "steps", whole_number("--steps", self.steps, 0, MOST_STEPS))
         if self.steps and self.images is None:
             raise InputError(f"--steps {self.steps} distils on images, and none are given: add --calibrate DATA")
 
@@ -117,20 +135,33 @@ class Calibration:
 @dataclass(frozen=True)
 class Execution:
     """How work is run: the seed of everything drawn at random, the number of CPU threads (None: as torch has it), who
-    hears of progress, and the folder that keeps what an interrupted run needs to go on (None: nothing is kept).
+    hears of progress, the folder that keeps what an interrupted run needs to go on (None: nothing is kept), and the
+    bytes of memory that calibration stays within ("4GiB" is read; None: what is held and half of what is free).
     """
 
     seed: int = option(0, "Of everything that is drawn at random.", min=0)
     threads: int | None = option(None, "How many CPU threads to use.", min=1, show_default="all")
     progress: Progress | None = None
     state: Path | None = None
+    memory: Any = option(  # noqa: RUF009, it is a dataclasses.field
+        None,
+        "Memory for calibration to stay within, such as 4GiB.",
+        type=str | None,
+        metavar="SIZE",
+        show_default="half of what is free",
+    )
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise InputError(f"seed {self.seed}: a seed is 0 or more")
-        if self.threads is not None and self.threads < 1:
-            raise InputError(f"{self.threads} threads: at least one is needed")
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_bytes(self.memory))
+        object.__setattr__(self, "seed", whole_number("--seed", self.seed, 0, MOST_SEED))
+        if self.threads is not None:
+            object.__setattr__(self, "threads", thread_count(self.threads))
+        if self.progress is not None and not callable(self.progress):
+            raise InputError(f"progress is to be a function of (what, done, total), not {short(self.progress)}")
         if self.state is not None:
+            if not isinstance(self.state, str | os.PathLike):
+                raise InputError(f"state is to be the path of a folder, not {short(self.state)}")
             object.__setattr__(self, "state", Path(self.state))
 
     def apply(self) -> None:

@@ -5,10 +5,11 @@ strings, so that the same record serves FX and ONNX.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
-from attnrewrite.errors import Refusal
+from attnrewrite.errors import InputError, Refusal
 
 Anchor = Literal["softmax", "sdpa", "attention-op"]
 Kind = Literal["self", "cross"]
@@ -158,6 +159,18 @@ class Grid:
     rows: int
     columns: int
     prefix: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}" + (f"+{self.prefix}" if self.prefix else "")
+
+    @classmethod
+    def parse(cls, text: str) -> "Grid":
+        """'14x14' or, with one token before the image, '14x14+1'. Raises InputError for anything else."""
+        match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})(?:\+(\d{1,4}))?", text.strip())
+        if match is None:
+            raise InputError(f"grid={text} is no grid: write rows x columns + tokens before them, as in 14x14+1")
+        rows, columns, prefix = (int(part or 0) for part in match.groups())
+        return cls(rows, columns, prefix)
 
     @property
     def tokens(self) -> int:

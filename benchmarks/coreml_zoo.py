@@ -10,37 +10,32 @@ as-is and engine, the table shows what the layout gains by the rules of the Neur
 
 import argparse
 import contextlib
-import importlib.util
+import importlib
 import itertools
 import json
-import multiprocessing
-import os
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-import zoo
 from torch import Tensor, nn
+from zoo.runs import SHARED, builder, in_own_process
 
 from attnrewrite import api
 from attnrewrite.conversion.record import deployed
-from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, NothingMatchedError, first_line
+from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, NothingMatchedError, Refusal, first_line
+from attnrewrite.frontends.torchvision import import_torchvision
 from attnrewrite.targets.coreml.lowering import lower
 from attnrewrite.targets.coreml.pipeline import LAYOUTS
 from attnrewrite.targets.prepare import reference, specialise
 
 VARIANT = "l1:approximate=true"  # the published form, also where it must leave out a mask or a bias
 FORMS = ("original", "converted")
-SHARED = ("coremltools", "timm", "torchvision", "transformers", "vit_pytorch")
 OURS = ("confirmed", "refused", "wrong", "failed")  # what a lowering can come to
 
 
@@ -117,44 +112,13 @@ def subject(build: Callable[[str], Any], name: str, form: str, variant: str) -> 
     return model, tuple(tensor[:1] for tensor in inputs)
 
 
-def builder(folder: Path | None) -> tuple[Sequence[str], Callable[[str], Any]]:
-    """The names of a zoo and what builds them: this folder's, or that of `folder`/zoo.py."""
-    if folder is None:
-        return zoo.names(), zoo.build
-    sys.path.append(str(folder))  # for what lies beside it
-    spec = importlib.util.spec_from_file_location("given_zoo", folder / "zoo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return list(module.REG), module.build
-
-
-def in_own_process(task: Task, variant: str, folder: Path | None, seconds: float) -> Row:
-    """What `measure` gives in a fork of this process, or the row that says how it ended."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(theirs, task, variant, folder))
+def timed(task: Task, variant: str, folder: Path | None, seconds: float) -> Row:
+    """What `measure` gives in a process of its own, or the row that says how that ended."""
     started = time.perf_counter()
-    process.start()
-    theirs.close()
-    try:
-        late = Row(**asdict(task), status="failed", reason=f"took longer than {seconds:.0f} s")
-        row = ours.recv() if ours.poll(seconds) else late
-    except EOFError:
-        row = Row(**asdict(task), status="failed", reason="the process ended without an answer")
-    process.kill()
-    process.join()
+    row = in_own_process(partial(measure, task, variant, folder), seconds)
+    if isinstance(row, Refusal):
+        row = Row(**asdict(task), status="failed", reason=str(row))
     return Row(**{**asdict(row), "seconds": round(time.perf_counter() - started, 1)})
-
-
-def _work(told: Connection, task: Task, variant: str, folder: Path | None) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
-    told.send(measure(task, variant, folder))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -212,10 +176,11 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["engine"])
     parser.add_argument("--variant", default=VARIANT, help="of the converted form, with its options")
     parser.add_argument("--zoo", type=Path, help="a folder with another zoo.py")
-    parser.add_argument("--seconds", type=float, default=400, help="that one row may take")
+    parser.add_argument("--seconds", type=float, default=400, help="of the processor that one row may take")
     parser.add_argument("--again", action="store_true", help="do what is in the results but was not confirmed again")
     asked = parser.parse_args()
     names, _ = builder(asked.zoo)
+    import_torchvision()
     for library in SHARED:  # imported once, and not by each model's process
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
@@ -230,7 +195,7 @@ def main() -> None:
     left = [task for task in wanted if task not in done or done[task].status not in settled]
     asked.results.parent.mkdir(parents=True, exist_ok=True)
     for count, task in enumerate(left, start=1):
-        row = done[task] = in_own_process(task, asked.variant, asked.zoo, asked.seconds)
+        row = done[task] = timed(task, asked.variant, asked.zoo, asked.seconds)
         with asked.results.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
         told = f"{row.model} {row.form} {row.layout}: {row.status} {row.reason}"

@@ -59,7 +59,7 @@ def show_conversion(done: ar.Conversion) -> None:
             print(f"  {site['name']} {site['note']}")
         else:
             note = f" ({site['note']})" if site["note"] else ""
-            within = 10.0 ** math.ceil(math.log10(max(site["identity_error"], 1e-15)))  # its digits are rounding
+            within = 10.0 ** math.ceil(math.log10(max(site["identity_error"], 1e-12)))  # less is rounding
             print(f"  {site['name']} is {site['variant']}{note}; extracted to within {within:.0e}")
     for stage in done.report["calibration"]["stages"]:
         print(f"  after {stage['name']}, the output is {stage['error_after']:.2g} of its variance off")

@@ -82,11 +82,11 @@ class Pass(Generic[G]):
         """
         refusal = self.requires(graph)
         if refusal is not None:
-            raise InputError(f"{self.name} cannot be applied: the graph {refusal}")
+            raise InputError(f"{self.name} cannot be applied: the graph {refusal}", site=refusal.site)
         result = self.rewrite(graph)
         refusal = self.ensures(graph, result)
         if refusal is not None:
-            raise CheckFailedError(f"{self.name} failed: the result {refusal}")
+            raise CheckFailedError(f"{self.name} failed: the result {refusal}", site=refusal.site)
         return result
 
     def __call__(self, graph: G) -> G:
@@ -139,7 +139,7 @@ class Pipeline(Pass[G]):
                 if self.between is not None:
                     self.between(stage)
             except AttnRewriteError as error:
-                raise type(error)(f"{error} ({self._place(number)})") from error
+                raise type(error)(f"{error} ({self._place(number)})", site=error.site) from error
             except Exception as error:  # whatever a pass of someone else's raises
                 told = f"{type(error).__name__}: {first_line(error)}"
                 raise PassFailedError(f"{each.name} failed: {told} ({self._place(number)})") from error

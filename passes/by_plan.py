@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from attnrewrite.errors import InputError, Refusal
+from attnrewrite.errors import InputError, Refusal, told
 from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.site_module import SiteModule, build_site
 from attnrewrite.patterns.graph import GraphView
@@ -87,6 +87,7 @@ def _no_place(placement: Placement, site: AttentionSite) -> Refusal | None:
         "refused-site",
         f"has a site that the variant refuses: {name} cannot stand at {site.id} ({site.name}): it {reason}; "
         "keep that site, or choose another variant",
+        site=site.id,
     )
 
 
@@ -95,8 +96,13 @@ def place(graph: GraphView, site: AttentionSite, placement: Placement, precision
 
     Raises:
         InputError: the plan's weights do not fit the site.
+        CheckFailedError: the variant fails to build its form.
     """
-    rewritten = build_site(graph, site, placement.variant.build(site)).eval()
+    try:
+        form = placement.variant.build(site)
+    except Exception as error:  # a variant of another package raises what it likes
+        raise told(f"variant {placement.variant.name!r} at {site.id}", error, site=site.id) from error
+    rewritten = build_site(graph, site, form).eval()
     rewritten.to(precision(rewritten, site))  # constants were read as float32 or wider
     if placement.weights:
         try:
@@ -104,7 +110,7 @@ def place(graph: GraphView, site: AttentionSite, placement: Placement, precision
         except RuntimeError as error:
             detail = " ".join(str(error).split())[:300]
             raise InputError(
-                f"the plan's weights do not fit {site.id} ({site.name}): {detail}; convert again"
+                f"the plan's weights do not fit {site.id} ({site.name}): {detail}; convert again", site=site.id
             ) from error
     return rewritten
 

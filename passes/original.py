@@ -18,16 +18,14 @@ GRAPH_TOLERANCE = 1e-4  # the graph's operations are the model's own, but for th
 
 @torch.no_grad()
 def require_lasting_buffers(name: str, model: nn.Module, example: Sequence[Tensor]) -> None:
-    """Raise InputError where the model writes to its own buffers or inputs: its answer follows what it was asked."""
+    """Raise InputError where the model writes to its own buffers, or to its inputs, as it runs: its answer follows what
+    it was asked before.
+    """
     before = {buffer: tensor._version for buffer, tensor in model.named_buffers()}
-    own = [tensor.clone() for tensor in example]  # which the model may write to
-    versions = [tensor._version for tensor in own]
-    model(*own)
-    if written := [index for index, tensor in enumerate(own) if tensor._version != versions[index]]:
-        raise InputError(
-            f"{name} writes to its own input {written[0]} as it runs, so that it cannot be asked twice: "
-            "let forward work on a copy (x = x.clone())"
-        )
+    given = [tensor.clone() for tensor in example]
+    model(*given)
+    if any(tensor._version for tensor in given):
+        raise InputError(f"{name} changes its input in place as it runs: have forward work on a copy")
     changed = [buffer for buffer, tensor in model.named_buffers() if tensor._version != before.get(buffer)]
     if changed:
         raise InputError(
@@ -46,13 +44,25 @@ class Agreement:
 
 
 def require_numbers(name: str, tensors: Mapping[str, Tensor], example: Sequence[Tensor]) -> None:
-    """Raise InputError where a weight or an example input holds NaN: nothing that follows could be compared."""
+    """Raise InputError where a weight or an example input holds NaN or infinity: nothing could be compared then.
+
+    Masks hold negative infinity, and buffers that look for the least number start from infinity.
+    """
     for index, tensor in enumerate(example):
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise InputError(f"example input {index} of {name} holds NaN: give an example that the model answers")
+        if what := _no_number(tensor):
+            raise InputError(f"example input {index} of {name} holds {what}: give an example that the model answers")
     for weight, tensor in tensors.items():
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise InputError(f"{name}: weight {weight} holds NaN: the checkpoint is damaged, or training diverged")
+        what = _no_number(tensor)
+        if what == "NaN" or (what is not None and isinstance(tensor, nn.Parameter)):
+            raise InputError(f"{name}: weight {weight} holds {what}: the checkpoint is damaged, or training diverged")
+
+
+def _no_number(tensor: Tensor) -> str | None:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return None
+    if bool(tensor.isnan().any()):
+        return "NaN"
+    return "infinity" if bool(tensor.isposinf().any()) else None
 
 
 @torch.no_grad()

@@ -83,9 +83,9 @@ def identity_errors(
         CheckFailedError: a site is off by more than IDENTITY_TOLERANCE: the extraction is wrong.
     """
     found, _ = site_errors(original, identity, scan, draws)
-    for each in found.values():
+    for site, each in found.items():
         if each.fault is not None:
-            raise CheckFailedError(each.fault)
+            raise CheckFailedError(each.fault, site=site)
     return {site: each.error for site, each in found.items()}
 
 
@@ -182,7 +182,8 @@ def float64_errors(student: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, 
         if not errors[site_id] <= allowed:
             raise CheckFailedError(
                 f"{site_id}: the rewritten attention differs from its float64 reference by {errors[site_id]:.2e} "
-                f"(allowed {allowed:.0e}); keep the site with --keep {site_id}, or choose another variant"
+                f"(allowed {allowed:.0e}); keep the site with --keep {site_id}, or choose another variant",
+                site=site_id,
             )
     return errors
 
@@ -196,7 +197,7 @@ def export_error(exported: GraphModule, module: GraphModule, inputs: tuple[Tenso
     """
     run = [Wide(each).run if _in_half(module) else each for each in (exported, module)]
     pairs = zip(*(outputs(each(*inputs)) for each in run), strict=True)
-    error = max(relative_error(found, wanted) for found, wanted in pairs)
+    error = max((relative_error(found, wanted) for found, wanted in pairs), default=0.0)
     if not error <= EXPORT_TOLERANCE:
         raise CheckFailedError(
             f"the exported model differs from the module by {error:.2e} (allowed {EXPORT_TOLERANCE:.0e}); "

@@ -1,10 +1,13 @@
 """What several tests start from: one thread, the folder of shared data, and a Python file of small models."""
 
+import gc
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -73,6 +76,21 @@ def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_table_of_onnx_operators() -> Iterator[None]:
+    """torch parses its whole ONNX operator library anew at every export, a third of the time; here once a version."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        yield
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What imports made lives to the end: the garbage collector need not look through it in every test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

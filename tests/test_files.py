@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from attnrewrite.errors import InputError
-from attnrewrite.files import check_free, check_free_file, reserved, staged, write_file
+from attnrewrite.files import as_path, check_free, check_free_file, reserved, staged, write_file
 
 
 def report(text: str) -> str:
@@ -148,6 +149,30 @@ def test_the_second_run_on_an_output_is_refused_and_a_killed_one_does_not_stand_
     assert os.listdir(out.parent) == ["out"]
 
 
+def test_what_is_written_without_being_reserved_first_is_locked_as_well(tmp_path: Path) -> None:
+    out, page = tmp_path / "out", tmp_path / "page.html"
+    said = rf"is being written by another run \(process {os.getpid()}\)"
+    with staged(out, force=False), ThreadPoolExecutor(1) as another:
+        assert sorted(path.suffix for path in tmp_path.iterdir()) == [".lock", ".partial"]
+        with pytest.raises(InputError, match=said):
+            another.submit(fill, out, "mine").result()
+    with reserved(page, force=False), ThreadPoolExecutor(1) as another, pytest.raises(InputError, match=said):
+        another.submit(write_file, page, "mine", force=True).result()
+
+
+def test_what_killed_runs_left_of_a_file_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".page.html.0a1b2c3d.partial").write_text("half")
+    (tmp_path / ".page.html.lock").write_text("1")
+    write_file(tmp_path / "page.html", "whole", force=False)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"page.html": "whole"}
+
+
+@pytest.mark.parametrize("name", ["a\0b", "~nobody-here/out", "x" * 300, "\ud800", 3, None, b"out"])
+def test_names_that_no_system_takes_are_told(name: object) -> None:
+    with pytest.raises(InputError, match=r"cannot be used as a path|is no path"):
+        as_path(name)
+
+
 def test_a_lock_goes_with_the_folders_made_for_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="stopped"), reserved(tmp_path / "a" / "b" / "out", force=False):
         raise ValueError("stopped")
@@ -229,22 +254,28 @@ def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "page.html"
-    write_file(out, "first", force=False)
+    write_file(out, "<p>first", force=False)
     with pytest.raises(InputError, match=r"page\.html exists: choose another file, or replace it with --force"):
         write_file(out, "second", force=False)
-    with pytest.raises(UnicodeEncodeError):
+    with pytest.raises(InputError, match="its text holds what is no character"):
         write_file(out, "\ud800", force=True)
-    assert (out.read_text(), os.listdir(out.parent)) == ("first", ["page.html"])
+    assert (out.read_text(), os.listdir(out.parent)) == ("<p>first", ["page.html"])
     write_file(out, "second", force=True)
     assert (out.read_text(), os.listdir(out.parent)) == ("second", ["page.html"])
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("", "is a folder: give the name of a file"), ("held/page.html", "held is not a folder")],
+    [
+        ("", "is a folder: give the name of a file"),
+        ("held/page.html", "held is not a folder"),
+        ("held", "held is no page and no JSON, and is not replaced"),
+        ("null", "null is no page and no JSON, and is not replaced"),
+    ],
 )
 def test_a_file_that_cannot_be_written_is_told_before(tmp_path: Path, name: str, said: str) -> None:
-    (tmp_path / "held").write_text("")
+    (tmp_path / "held").write_text("weights")
+    (tmp_path / "null").symlink_to("/dev/null")
     with pytest.raises(InputError, match=said):
         check_free_file(tmp_path / name, force=True)
-    assert os.listdir(tmp_path) == ["held"]
+    assert sorted(os.listdir(tmp_path)) == ["held", "null"]

@@ -34,6 +34,7 @@ MODULES = {
 # the root of the package are rooms of their own.
 FLOORS = (
     ("errors",),
+    ("resources",),
     ("request", "site"),
     ("files", "plugins", "patterns"),
     ("images", "patterns.fx", "patterns.onnx", "variants.parts"),

@@ -13,6 +13,8 @@ from torch.fx.node import map_aggregate
 from attnrewrite.calibration.segments import Values, rewritten_site, site_heads
 from attnrewrite.passes.site_module import ProjectedWrite, SiteModule, read, write
 
+SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solve
+
 _MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
 _MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
 
@@ -57,6 +59,11 @@ class Branch:
             operand for step in self.path for operand in step.node.all_input_nodes if operand is not step.carried
         }
         return frozenset(operands | set(self.node.all_input_nodes))
+
+    @property
+    def solver_bytes(self) -> int:
+        """What the statistics of a fit of the map take, and solving for it: float64, some matrices of all columns."""
+        return SOLVER_MATRICES * 8 * (self.weight[0].numel() + 1) ** 2
 
     def inputs(self, values: Values) -> Tensor:
         """x [..., inputs]."""

@@ -1,8 +1,10 @@
 """The closed-form stage: forms, output projections and MLPs fitted to the teacher in network order, no gradients."""
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
@@ -10,17 +12,22 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration.branches import Branch, branches
-from attnrewrite.calibration.importance import Importance, importance
+from attnrewrite.calibration.cuts import Cuts
+from attnrewrite.calibration.importance import Blocks, Importance, importance
 from attnrewrite.calibration.processes import Processes
+from attnrewrite.calibration.room import room, sized
 from attnrewrite.calibration.segments import Segments, rewritten_site, site_heads
 from attnrewrite.calibration.stage import StageInput, distance
+from attnrewrite.calibration.store import InMemory, OnDisk, Store, require_disk
 from attnrewrite.errors import CheckFailedError
+from attnrewrite.images.pool import Pool
 from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.variants.base import Heads
 from attnrewrite.variants.parts.ridge import LeastSquares
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
-CHOOSING_EVERY = 5
+CHOOSING_SHARE = 5  # one image in five chooses among ridges, and is fitted to with the one that it chose,
+LEAST_CHOOSING = 16  # where there are so many
 
 Undo = Callable[[], None]
 
@@ -34,8 +41,12 @@ class Point:
     branch: Branch | None
 
     @property
+    def site_id(self) -> str | None:
+        return None if self.site is None else self.site.site_id
+
+    @property
     def name(self) -> str:
-        return self.site.site_id if self.site is not None else self.node.name
+        return self.site_id or self.node.name
 
     @property
     def stream(self) -> Node:
@@ -67,8 +78,9 @@ class Fit:
     fitted by ridge regression to the residual target, teacher's stream minus student's, where each token counts as much
     as the teacher's answer depends on it.
 
-    The ridge is relative to each column's energy (`ridge`, where there are too few batches to choose); with five
-    batches or more, every fifth chooses it, or no change at all. Statistics are float64; memory is one batch and them.
+    The ridge is relative to each column's energy (`ridge`, where there are too few images to choose); else one image in
+    CHOOSING_SHARE chooses it, or no change at all. Statistics are float64; memory is one batch and them, and the result
+    the same, to rounding, whatever the batches are.
     Where all points together end worse on the held-out images than nothing would have, the last ones are taken back
     until they do not.
     """
@@ -82,9 +94,8 @@ class Fit:
         before = distance(given).loss
         points = fit_points(student)
         undo: list[Undo] = []
-        where = given.images, given.processes
-        weights = importance(given.teacher, *where)
-        with Segments(given.teacher, *where) as teacher, Segments(student, *where) as own:
+        work = Workplace.of(self.name, given, points)
+        with work.opened() as (teacher, own, weights):
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
                 given.report(self.name, done, len(points))
                 for segments in (teacher, own):
@@ -112,7 +123,8 @@ class Fit:
             if point.branch is not None:
                 point.branch.change(self.residual_fit(point.branch, teacher, student, weights))
         except torch.linalg.LinAlgError as error:
-            raise CheckFailedError(f"{self.name}: {point.name} has no solution ({error}); {_way_out(point)}") from error
+            told = f"{self.name}: {point.name} has no solution ({error}); {_way_out(point)}"
+            raise CheckFailedError(told, site=point.site_id) from error
         check_finite(self.name, point)
 
     def residual_fit(self, branch: Branch, teacher: Segments, student: Segments, weights: Importance) -> Tensor:
@@ -123,17 +135,71 @@ class Fit:
         pairs = zip(teacher.run(stop, {stream}), student.run(stop, {branch.stream, *branch.reads}), strict=True)
         for (index, wanted), (_, values) in pairs:
             residual = wanted[stream] - values[branch.stream]
-            counts = weights[branch.node.name][index]
-            parts[index % CHOOSING_EVERY == CHOOSING_EVERY - 1].add(*branch.samples(residual, values, counts))
-        fit, choosing = (_everyones(part, student.processes, branch) for part in parts)
-        if choosing.gram is None or choosing.moment is None:
+            counts = weights.of(branch.node.name, index)
+            choosing = student.images.bounds[index][0] >= min(student.images.parts, default=math.inf)
+            parts[choosing].add(*branch.samples(residual, values, counts))
+        fit, chosen = (_everyones(part, student.processes, branch) for part in parts)
+        if chosen.gram is None or chosen.moment is None:
             return fit.solve(self.ridge)
-        changes = {ridge: fit.solve(ridge) for ridge in RIDGES}
-        best = min(RIDGES, key=lambda ridge: choosing.error(changes[ridge]))
-        if choosing.error(changes[best]) >= choosing.energy:
-            return torch.zeros_like(choosing.moment)
-        fit.add_statistics(choosing.gram, choosing.moment)
+        errors = {ridge: chosen.error(fit.solve(ridge)) for ridge in RIDGES}
+        best = min(RIDGES, key=errors.__getitem__)
+        if errors[best] >= chosen.energy:
+            return torch.zeros_like(chosen.moment)
+        fit.add_statistics(chosen.gram, chosen.moment)
         return fit.solve(best)
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """The images of a fit in batches that memory has room for, and where their activations wait: in memory where they
+    take at most half of it, else in temporary files.
+    """
+
+    given: StageInput
+    images: Pool
+    on_disk: bool
+
+    @classmethod
+    def of(cls, what: str, given: StageInput, points: Sequence["Point"], streams: int = 2) -> "Workplace":
+        """For `what` fits `points` with so many `streams` of every image's activations.
+
+        Raises:
+            InputError: memory has no room for one image, or the disk none for all of them.
+        """
+        count = len(given.images.images)
+        chosen = count // CHOOSING_SHARE
+        fitted = count - chosen
+        if given.images.filled:  # whole batches: what fills one up would be fitted to and chosen by
+            fitted -= fitted % given.images.batch_size
+        pool = replace(given.images, parts=(fitted,) if chosen >= LEAST_CHOOSING and fitted else ())
+        ends = [point.branch for point in points if point.branch is not None]
+        blocks = Blocks(given.teacher, [branch.node.name for branch in branches(given.teacher)])
+        cuts = Cuts(given.student)
+        widest = max((cuts.live_bytes(at) for at in cuts.between(point.node for point in points)), default=0)
+        waiting = streams * count * widest // given.processes.size
+        device = given.processes.device
+        on_disk = waiting > room(given.execution, device) // 2
+        if on_disk:
+            require_disk(what, streams * count * widest)
+        solving = max((branch.solver_bytes for branch in ends), default=0)
+        held = solving + (0 if on_disk else waiting)
+        images = sized(pool, what, lambda *inputs: blocks.gradients(inputs, 0), given.execution, device, held)
+        size = given.processes.from_owner(images.batch_size, 0)  # all processes have the same batches
+        return cls(given, replace(images, batch_size=size), on_disk)
+
+    def store(self) -> Store:
+        return OnDisk() if self.on_disk else InMemory()
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Segments, Segments, Importance]]:
+        """Teacher and student at their beginnings, and what each token counts."""
+        given, processes = self.given, self.given.processes
+        with (
+            closing(self.store()) as energy,
+            Segments(given.teacher, self.images, processes, self.store()) as teacher,
+            Segments(given.student, self.images, processes, self.store()) as student,
+        ):
+            yield teacher, student, importance(given.teacher, self.images, processes, energy)
 
 
 def fit_points(student: GraphModule) -> list[Point]:
@@ -199,7 +265,8 @@ def check_finite(stage: str, point: Point) -> None:
     tensors: list[Tensor] = [] if point.site is None else list(point.site.form.parameters())
     tensors += [] if point.branch is None else [point.branch.weight]
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
-        raise CheckFailedError(f"{stage}: {point.name} came out as NaN or infinity; {_way_out(point)}")
+        told = f"{stage}: {point.name} came out as NaN or infinity; {_way_out(point)}"
+        raise CheckFailedError(told, site=point.site_id)
 
 
 def _way_out(point: Point) -> str:

@@ -3,82 +3,190 @@
 A classifier reads one token, or what a few tokens say of one part of the picture; a fit that weighs all tokens alike
 spends itself on the others. Where the output moves by J r for a change r of a value, E |u J|^2 over random directions u
 of the output is the diagonal of J^T J (Hutchinson 1990): the first-order cost of an error there, by its energy.
+
+The network is gone through block by block (Chen et al. 2016, Training deep nets with sublinear memory cost): forwards
+for what stands between the blocks, backwards with one block's activations at a time.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
 
 from attnrewrite.calibration.branches import branches
+from attnrewrite.calibration.cuts import Cuts
 from attnrewrite.calibration.processes import Processes
+from attnrewrite.calibration.segments import Values
+from attnrewrite.calibration.store import InMemory, Store
 from attnrewrite.images.pool import Pool, first_tensor
 
 DRAWS = 2  # directions for each image: a weight need not be exact, and there are many images
 EVEN = 0.1  # added to weights of mean one: the fit stays sane where the answer is not read, and sees more samples
 
-Importance = Mapping[str, Mapping[int, Tensor]]  # branch's node -> batch -> [rows], one number a token
+Gradients = dict[str, Tensor]  # a node's name -> d answer / d its value, for one direction
 
 
-def importance(teacher: GraphModule, images: Pool, processes: Processes) -> Importance:
-    """For each branch of `teacher` and each batch of this process, the weight of each row of the branch's map: the
-    energy of the gradient over its mean in the batch, and EVEN.
+@dataclass(frozen=True)
+class Importance:
+    """The energy of the answer's gradient at each row of each branch's map, for each batch of this process; and its
+    mean over all rows of a branch.
+    """
 
-    One backward pass through the teacher for each direction; nothing is trained. Memory: one batch, and a number for
-    each token.
+    energy: Store
+    mean: Mapping[str, float]
+    device: str = "cpu"
+
+    def of(self, branch: str, batch: int) -> Tensor:
+        """The weight of each row [rows]: its energy over the mean, and EVEN."""
+        rows = self.energy.get(batch, self.device)[branch]
+        return rows / max(self.mean[branch], torch.finfo(rows.dtype).tiny) + EVEN
+
+
+def importance(teacher: GraphModule, images: Pool, processes: Processes, store: Store | None = None) -> Importance:
+    """The weights of every row of every branch of `teacher`, the same whatever the batches are.
+
+    One backward pass through the teacher for each direction; nothing is trained. Memory: one block's activations for a
+    batch, what stands between the blocks, and a number for each token, which `store` keeps.
     """
     found = {branch.node.name: branch for branch in branches(teacher)}
-    weights: dict[str, dict[int, Tensor]] = {name: {} for name in found}
-    spoken = probed(teacher, found)
+    blocks = Blocks(teacher, found)
+    energy = InMemory() if store is None else store
+    sums = dict.fromkeys(found, (0.0, 0.0))
     for index in range(processes.rank, len(images), processes.size):
-        for gradients in _gradients(spoken, images, index, processes):
-            for (name, branch), gradient in zip(found.items(), gradients, strict=True):
-                rows = branch.rows(gradient)
-                weights[name][index] = weights[name].get(index, 0) + rows
-        for rows in (each[index] for each in weights.values()):
-            rows.div_(rows.mean().clamp(min=torch.finfo(rows.dtype).tiny)).add_(EVEN)
-    return weights
+        rows: dict[str, Tensor] = {}
+        batch = [tensor.to(processes.device) for tensor in images.batch(index)]
+        for gradients in blocks.gradients(batch, images.bounds[index][0]):
+            for name, branch in found.items():
+                rows[name] = rows.get(name, 0) + branch.rows(gradients[name])
+        energy.put(index, rows)
+        sums = {
+            name: (sums[name][0] + float(each.double().sum()), sums[name][1] + len(each)) for name, each in rows.items()
+        }
+    return Importance(energy, _means(sums, processes), processes.device)
 
 
-def _gradients(spoken: GraphModule, images: Pool, index: int, processes: Processes) -> Iterator[tuple[Tensor, ...]]:
-    """The answer's gradients at the probes, for each of DRAWS directions; ones, where it has none (class indices)."""
-    generator = torch.Generator().manual_seed(index)
-    with torch.enable_grad():
-        output, probes = spoken(images.batch(index).to(processes.device))
-        answer = first_tensor(output)
-        for _ in range(DRAWS):
-            if not answer.requires_grad:
-                yield tuple(torch.ones_like(probe) for probe in probes)
-                continue
-            found = torch.autograd.grad(
-                answer, probes, _direction(answer, generator), retain_graph=True, materialize_grads=True
-            )
-            yield tuple(gradient.nan_to_num(0.0, 0.0, 0.0) for gradient in found)  # a norm of zero has none
+def _means(sums: Mapping[str, tuple[float, float]], processes: Processes) -> dict[str, float]:
+    """The mean of each branch's rows over all processes, from their sums and counts."""
+    both = torch.tensor([sums[name] for name in sums], dtype=torch.float64, device=processes.device).reshape(-1, 2)
+    processes.add_up(both)
+    return {name: float(total / count.clamp(min=1)) for name, (total, count) in zip(sums, both, strict=True)}
 
 
-def _direction(answer: Tensor, generator: torch.Generator) -> Tensor:
-    """A random change of the answer; of logits [images, classes], one that softmax sees."""
-    drawn = torch.randn(answer.shape, generator=generator).to(answer)
+class Blocks:
+    """`module` in pieces, which end where least is live before each of the values called `names`."""
+
+    def __init__(self, module: GraphModule, names: Collection[str]) -> None:
+        self.module, self.names = module, frozenset(names)
+        self.cuts = Cuts(module)
+        self.nodes = self.cuts.nodes[:-1]  # without the output
+        inside = self.cuts.between(node for node in self.nodes if node.name in self.names)
+        self.pieces = tuple(zip((0, *inside), (*inside, len(self.nodes)), strict=True))
+
+    def gradients(self, batch: Sequence[Tensor], first: int) -> list[Gradients]:
+        """The answer's gradients at the values called `names`, for each of DRAWS directions; ones, where the answer has
+        none (class indices). `first` is the number of the batch's first image: each image has directions of its own.
+        """
+        found: list[Gradients] = [{} for _ in range(DRAWS)]
+        behind: list[list[Tensor]] = []  # for each direction, the gradients at `heads`
+        heads: list[Node] = []
+        for (start, stop), held in zip(reversed(self.pieces), reversed(self._forward(batch)), strict=True):
+            sources = {node: _leaf(value) for node, value in held.items() if start and _is_float(value)}
+            with torch.enable_grad():
+                values, named = self._run(start, stop, held | sources)
+            ends = [values[node] for node in heads]
+            if stop == len(self.nodes):
+                ends = [self._answer(values)]
+                if not ends[0].requires_grad:
+                    return [self._ones(batch) for _ in range(DRAWS)]
+                behind = [[_direction(ends[0], first, number)] for number in range(DRAWS)]
+            by = [*sources.values(), *named.values()]
+            for number, given in enumerate(behind):
+                grads = _gradients(ends, by, given, again=number + 1 < DRAWS)
+                behind[number] = grads[: len(sources)]
+                found[number] |= zip(named, (_finite(each) for each in grads[len(sources) :]), strict=True)
+            heads = list(sources)
+        return found
+
+    @torch.no_grad()
+    def _forward(self, batch: Sequence[Tensor]) -> list[Values]:
+        """What stands before each piece."""
+        places = [node for node in self.nodes if node.op == "placeholder"]
+        standing: list[Values] = [dict(zip(places, batch, strict=True))]
+        for start, stop in self.pieces[:-1]:
+            values, _ = self._run(start, stop, standing[-1])
+            standing.append({node: values[node] for node in self.cuts.live(stop)})
+        return standing
+
+    def _run(self, start: int, stop: int, held: Values) -> tuple[Values, Gradients]:
+        """The values after the nodes from `start` to `stop`, and those among them that are called `names`: each can be
+        differentiated by, where gradients are on.
+        """
+        interpreter = Interpreter(self.module, garbage_collect_values=False)
+        interpreter.env = values = {n: _weight(self.module, n) for n in self.nodes if n.op == "get_attr"} | held
+        named: Gradients = {}
+        for node in self.nodes[start:stop]:
+            if node not in values:
+                values[node] = interpreter.run_node(node)
+            if node.name in self.names:
+                if torch.is_grad_enabled() and not values[node].requires_grad:
+                    values[node] = _leaf(values[node])
+                named[node.name] = values[node]
+            for operand in node.all_input_nodes:
+                if self.cuts.last_use[operand] <= self.cuts.order[node]:
+                    values.pop(operand, None)
+        return values, named
+
+    def _answer(self, values: Values) -> Tensor:
+        return first_tensor(map_arg(self.cuts.nodes[-1].args[0], values.__getitem__))
+
+    @torch.no_grad()
+    def _ones(self, batch: Sequence[Tensor]) -> Gradients:
+        values = self._forward(batch)
+        return {
+            name: torch.ones_like(value)
+            for (start, stop), held in zip(self.pieces, values, strict=True)
+            for name, value in self._run(start, stop, held)[1].items()
+        }
+
+
+def _weight(module: GraphModule, node: Node) -> Tensor:
+    return operator.attrgetter(str(node.target))(module)
+
+
+def _gradients(ends: Sequence[Tensor], by: Sequence[Tensor], given: Sequence[Tensor], again: bool) -> list[Tensor]:
+    """Zeros where nothing of `ends` follows; `again`: they are asked for once more."""
+    pairs = [(end, gradient) for end, gradient in zip(ends, given, strict=True) if end.requires_grad]
+    if not pairs or not by:
+        return [torch.zeros_like(each) for each in by]
+    tensors, gradients = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(tensors, by, gradients, retain_graph=again, materialize_grads=True))
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_()
+
+
+def _finite(gradient: Tensor) -> Tensor:
+    """A norm of zero has no gradient."""
+    return gradient.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _direction(answer: Tensor, first: int, number: int) -> Tensor:
+    """A random change of the answer [images, ...], drawn for each image by itself; of logits [images, classes], one
+    that softmax sees.
+    """
+    images = range(first, first + len(answer))
+    drawn = torch.stack([_drawn(answer.shape[1:], image * DRAWS + number) for image in images]).to(answer)
     return drawn - drawn.mean(1, keepdim=True) if answer.dim() == 2 and answer.shape[1] > 1 else drawn
 
 
-def probed(module: GraphModule, names: Collection[str]) -> GraphModule:
-    """`module` with zeros added to the values called `names`: (output, those zeros), to be differentiated by."""
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    probes: list[Node] = []
-    for node in module.graph.nodes:
-        if node.op == "output":
-            graph.output((torch.fx.map_arg(node.args[0], copies.__getitem__), probes))
-            continue
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        if node.name in names:
-            probes.append(graph.call_function(_zeros, (copies[node],)))
-            copies[node] = graph.call_function(torch.add, (copies[node], probes[-1]))
-    graph.set_codegen(torch.fx.graph.CodeGen())
-    return GraphModule(module, graph)
-
-
-def _zeros(value: Tensor) -> Tensor:
-    return torch.zeros_like(value, requires_grad=True)
+def _drawn(shape: Sequence[int], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

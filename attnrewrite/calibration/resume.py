@@ -1,6 +1,7 @@
 """What an interrupted calibration leaves behind, so that the same command goes on from there to the same weights."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 import attnrewrite
+from attnrewrite.errors import InputError, first_line
+
+log = logging.getLogger("attnrewrite")
 
 
 @dataclass(frozen=True)
@@ -24,23 +28,29 @@ class State:
     folder: Path | None = None
 
     def save(self, name: str, key: str, content: dict[str, Any]) -> None:
-        """Write a checkpoint whole or not at all."""
+        """Write a checkpoint whole or not at all. Raises InputError where it cannot be written."""
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         fresh = self._file(name).with_suffix(".tmp")
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             torch.save({"key": key, "content": content}, fresh)
             os.replace(fresh, self._file(name))
+        except (OSError, RuntimeError, ValueError) as error:  # torch has its own for a full disk
+            raise InputError(f"cannot write {self._file(name)}: {first_line(error)}") from error
         finally:
             fresh.unlink(missing_ok=True)
 
     def load(self, name: str, key: str) -> dict[str, Any] | None:
-        """The checkpoint that was saved under `name` with `key`, if there is one."""
+        """The checkpoint that was saved under `name` with `key`, if there is one that is whole."""
         if self.folder is None or not self._file(name).exists():
             return None
-        saved = torch.load(self._file(name), weights_only=True)
-        return saved["content"] if saved["key"] == key else None
+        try:
+            saved = torch.load(self._file(name), weights_only=True)
+            return saved["content"] if saved["key"] == key else None
+        except Exception as error:  # torch raises a different class for each way a file can be damaged
+            log.warning("%s is damaged and left alone: starting anew (%s)", self._file(name), first_line(error))
+            return None
 
     def _file(self, name: str) -> Path:
         assert self.folder is not None

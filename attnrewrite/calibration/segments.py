@@ -1,23 +1,22 @@
 """A graph run piece by piece over many batches.
 
 Fits go through a network in order, and each changes what the later ones see. Running from the start for each would cost
-the square of the depth; here each piece runs from where the last one stopped, and what is still needed between pieces
-lies on disk, so that memory holds one batch.
+the square of the depth; here each piece runs from where the last one stopped. What is needed between pieces, the
+residual stream of every image, waits in a store; the rest is one batch.
 """
 
 import operator
-import tempfile
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from attnrewrite.calibration.cuts import Cuts
 from attnrewrite.calibration.processes import Processes
+from attnrewrite.calibration.store import InMemory, Store
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.variants.base import Heads
@@ -29,31 +28,35 @@ class Segments:
     """`module` over the batches of `images`, from `position` in its graph on: `run` looks ahead from there, `advance`
     moves on.
 
-    Where several processes work together, each runs the batches of its own turn. A context manager: what lies on disk
-    goes when it is left.
+    Where several processes work together, each runs the batches of its own turn. A context manager: what lies in the
+    store goes when it is left.
     """
 
-    def __init__(self, module: GraphModule, images: Pool, processes: Processes) -> None:
+    def __init__(self, module: GraphModule, images: Pool, processes: Processes, store: Store | None = None) -> None:
         self.module = module
+        self.images = images
         self.processes = processes
-        self.count = len(images)
-        self.nodes = list(module.graph.nodes)
-        self.order = {node: index for index, node in enumerate(self.nodes)}
+        self.cuts = Cuts(module)
+        self.nodes, self.order = self.cuts.nodes, self.cuts.order
         self.position = 0
-        self._last_use = {
-            node: max((self.order[user] for user in node.users), default=index) for node, index in self.order.items()
-        }
-        self._folder = tempfile.TemporaryDirectory(prefix="attnrewrite-")
+        self._store = InMemory() if store is None else store
         self._rest: dict[int, Values] = {}
-        (image,) = (node for node in self.nodes if node.op == "placeholder")
-        for index in range(processes.rank, self.count, processes.size):
-            self._store(index, {image: images.batch(index).to(processes.device)})
+        self._places = [node for node in self.nodes if node.op == "placeholder"]
 
     def __enter__(self) -> "Segments":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
+        self._store.close()
+
+    @property
+    def count(self) -> int:
+        """How many batches there are, of all processes."""
+        return len(self.images)
+
+    @property
+    def _mine(self) -> range:
+        return range(self.processes.rank, self.count, self.processes.size)
 
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
@@ -62,33 +65,35 @@ class Segments:
         """For each batch of this process, its number and the values of `needs`, having run the nodes from here up to
         `stop`. Nothing is stored.
         """
-        for index in self._rest:
+        for index in self._mine:
             yield index, self._execute(index, stop, frozenset(needs))
 
     def advance(self, stop: int, keep: Collection[Node] = ()) -> None:
-        """Run the nodes up to `stop` and start from there from now on; `keep` are values that are asked for yet."""
+        """Start from now on where least is live between here and `stop`; `keep` are values that are asked for yet."""
+        stop = self.cuts.least(self.position, stop)
         if stop <= self.position:
             return
-        for index in self._rest:
+        for index in self._mine:
             values = self._execute(index, stop, frozenset(keep))
-            self._store(index, {n: value for n, value in values.items() if self._last_use[n] >= stop or n in keep})
+            wanted = {n: v for n, v in values.items() if self.cuts.last_use[n] >= stop or n in keep}
+            self._keep(index, wanted)
         self.position = stop
 
     @torch.no_grad()
     def _execute(self, index: int, stop: int, needs: frozenset[Node]) -> Values:
         interpreter = Interpreter(self.module, garbage_collect_values=False)
-        interpreter.env = values = self._load(index)
+        interpreter.env = values = self._kept(index)
         for at in range(self.position, stop):
             node = self.nodes[at]
             if node not in values:
                 values[node] = interpreter.run_node(node)
             for operand in (node, *node.all_input_nodes):
-                if self._last_use[operand] <= at and operand not in needs:
+                if self.cuts.last_use[operand] <= at and operand not in needs:
                     values.pop(operand, None)
         return values
 
-    def _store(self, index: int, values: Values) -> None:
-        """Tensors go to disk, sizes stay; parameters are neither: they may change, and are read anew."""
+    def _keep(self, index: int, values: Values) -> None:
+        """Tensors go to the store, sizes stay; parameters are neither: they may change, and are read anew."""
         tensors: dict[str, Tensor] = {}
         rest: Values = {}
         for node, value in values.items():
@@ -97,19 +102,19 @@ class Segments:
             leaves, spec = tree_flatten(value)
             tensors |= {f"{node.name}/{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
             rest[node] = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, self._file(index))
+        self._store.put(index, tensors)
         self._rest[index] = rest
 
-    def _load(self, index: int) -> Values:
-        tensors = load_file(self._file(index), device=self.processes.device)
+    def _kept(self, index: int) -> Values:
         values: Values = {n: operator.attrgetter(str(n.target))(self.module) for n in self.nodes if n.op == "get_attr"}
+        if index not in self._rest:  # before the first piece: the pictures are read, not stored
+            given = (tensor.to(self.processes.device) for tensor in self.images.batch(index))
+            return values | dict(zip(self._places, given, strict=True))
+        tensors = self._store.get(index, self.processes.device)
         for node, (leaves, spec) in self._rest[index].items():
             whole = [tensors.get(f"{node.name}/{i}", leaf) for i, leaf in enumerate(leaves)]
             values[node] = tree_unflatten(whole, spec)
         return values
-
-    def _file(self, index: int) -> Path:
-        return Path(self._folder.name) / f"{index}.safetensors"
 
 
 def rewritten_site(module: GraphModule, node: Node) -> SiteModule | None:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.resume import State
+from attnrewrite.calibration.room import sized
 from attnrewrite.images.pool import Pool
 from attnrewrite.request import Execution
 
@@ -34,7 +35,14 @@ class StageInput:
     @cached_property
     def wanted(self) -> Tensor:
         """The original's output on the held-out images, float64 [images, ...]."""
-        return self.held_out.outputs(self.original, self.processes.device)
+        return self.measuring.outputs(self.original, self.processes.device)
+
+    @cached_property
+    def measuring(self) -> Pool:
+        """The held-out images, in batches that a forward pass has room for."""
+        device = self.processes.device
+        forward = torch.no_grad()(self.original.forward)
+        return sized(self.held_out, "measuring the model", forward, self.execution, device)
 
     @property
     def state(self) -> State:
@@ -42,7 +50,7 @@ class StageInput:
         return State(self.execution.state)
 
     def report(self, what: str, done: int, total: int) -> None:
-        """Progress, told by the first process alone."""
+        """Progress, reported by the first process alone."""
         if self.processes.rank == 0:
             self.execution.report(what, done, total)
 
@@ -82,7 +90,7 @@ class Distance:
 @dataclass(frozen=True)
 class StageReport:
     """What a stage did: its seconds, the distance on the held-out images before and after, the process's peak memory in
-    bytes so far, and remarks.
+    bytes so far, remarks, the bytes that it wrote to temporary files, and its seconds on all processors together.
     """
 
     name: str
@@ -95,6 +103,8 @@ class StageReport:
     agreement_after: float | None
     peak_memory: int
     notes: tuple[str, ...] = ()
+    spilled: int = 0
+    cpu_seconds: float | None = None
 
 
 def stage_report(
@@ -109,7 +119,7 @@ def stage_report(
 def distance(given: StageInput) -> Distance:
     """How far the student is from the original on the held-out images."""
     wanted = given.wanted
-    found = given.held_out.outputs(given.student, given.processes.device)
+    found = given.measuring.outputs(given.student, given.processes.device)
     energy = (wanted - wanted.mean(0)).square().sum().clamp(min=torch.finfo(torch.float32).tiny)
     error = float((found - wanted).square().sum() / energy)
     if wanted.dim() != 2 or wanted.shape[1] < 2:

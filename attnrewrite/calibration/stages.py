@@ -6,7 +6,7 @@ student. Stages are objects that change the student in place, and compose: each 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from attnrewrite.calibration.distill import Distillation, SiteDistillation
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.processes import placed
 from attnrewrite.calibration.stage import Stage, StageInput, StageReport, distance, stage_report
+from attnrewrite.calibration.store import counted
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.pool import Pool
 
@@ -53,13 +54,15 @@ def run(given: StageInput, stages: Sequence[Stage]) -> list[StageReport]:
     reports = []
     before = distance(given)
     for stage in stages:
-        start = time.perf_counter()
-        notes = stage.run(given)
-        seconds = time.perf_counter() - start
+        start, cpu = time.perf_counter(), time.process_time()
+        with counted() as spilled:
+            notes = stage.run(given)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
         after = distance(given)
         if not after.error < float("inf"):
             raise CheckFailedError(f"{stage.name}: NaN or infinity in the model's output; nothing was written")
-        reports.append(stage_report(stage.name, seconds, before, after, notes))
+        report = stage_report(stage.name, seconds, before, after, notes)
+        reports.append(replace(report, spilled=spilled.bytes, cpu_seconds=cpu_seconds))
         before = after
     return reports
 

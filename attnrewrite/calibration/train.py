@@ -1,7 +1,7 @@
 """Gradient descent for the stages that distil: seeded batches, a learning rate that falls, and the best kept."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,11 @@ from attnrewrite.calibration.resume import resume_key
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.augment import mixed, moved
+from attnrewrite.passes.verify import rewritten_sites
 
 WARM_UP = 0.1  # the share of the steps in which the learning rate rises
 LARGEST_GRADIENT = 1.0
+BATCH = 64  # images of a step
 SAVE_EVERY = 20  # steps between checkpoints
 
 
@@ -90,6 +92,7 @@ def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, best
         given.processes.size,
         given.images.digest,
         given.held_out.digest,
+        drawn_at_once(given),
     )
     begin, goes_on = _resume(name, given, key, parts)
     for step in range(begin, schedule.steps):
@@ -99,7 +102,7 @@ def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, best
             group["lr"] = schedule.rate_at(step)
         with given.processes.autocast():
             found = losses(given.processes.part(draw(given, step)).to(given.processes.device))
-        _check_finite(name, found)
+        _check_finite(name, found, rewritten_sites(student))
         optimizer.zero_grad()
         torch.stack(list(found.values())).sum().backward()
         _average_gradients(parameters, given.processes)
@@ -145,11 +148,18 @@ def draw(given: StageInput, step: int) -> Tensor:
     """The images of a step, mirrored, moved and mixed in pairs: the teacher answers for whatever it is shown."""
     generator = torch.Generator().manual_seed(given.execution.seed * 1_000_003 + step)
     pool = given.images
-    images = pool.draw(torch.randint(len(pool.images), (pool.batch_size,), generator=generator))
+    (images,) = pool.draw(torch.randint(len(pool.images), (drawn_at_once(given),), generator=generator))
     return mixed(moved(images, generator), generator)
 
 
-def _check_finite(name: str, losses: Mapping[str, Tensor]) -> None:
+def drawn_at_once(given: StageInput) -> int:
+    """How many images a step learns from, whatever memory has room for."""
+    pool = given.images
+    return pool.batch_size if pool.filled else min(BATCH, len(pool.images))
+
+
+def _check_finite(name: str, losses: Mapping[str, Tensor], sites: Collection[str]) -> None:
     for what, loss in losses.items():
         if not bool(torch.isfinite(loss)):
-            raise CheckFailedError(f"{name}: the loss at {what} is NaN or infinite; use fewer steps or other images")
+            told = f"{name}: the loss at {what} is NaN or infinite; use fewer steps or other images"
+            raise CheckFailedError(told, site=what if what in sites else None)

@@ -20,15 +20,14 @@ from attnrewrite.cli.options import (
     SourceName,
     VariantOptions,
 )
-from attnrewrite.cli.output import Outcome, bars, conversion_table, evaluation_table, say, schedule_table, table
+from attnrewrite.cli.output import Outcome, bars, conversion_table, evaluation_table, schedule_table, table
 from attnrewrite.errors import InputError
-from attnrewrite.files import check_apart, check_free, staged
+from attnrewrite.files import as_path, check_apart, check_free, staged
 from attnrewrite.request import Budget, Calibration
 from attnrewrite.site import Scan
 
 if TYPE_CHECKING:  # what these need takes seconds to import: help and usage errors do without
     from attnrewrite.frontends.sources import Source
-    from attnrewrite.images.dataset import Images
     from attnrewrite.selection.problem import Auto
     from attnrewrite.targets.base import Availability
     from attnrewrite.variants.base import Variant
@@ -54,6 +53,7 @@ def convert(
     """
     from attnrewrite import api
     from attnrewrite.conversion.convert import calibration_images, convert_source
+    from attnrewrite.images.dataset import load_images
     from attnrewrite.selection.problem import requested
 
     out = output.out
@@ -61,8 +61,8 @@ def convert(
     check_apart(out, _paths(source, calibration.images, model.checkpoint))
     options, keep = _key_values(chosen.option or []), chosen.keep or ()
     variant = requested(chosen.variant, options, budget, calibrated=calibration.images is not None)
-    if calibration.images is not None:
-        calibration = replace(calibration, images=_images(calibration.images, calibration.skip_bad))
+    if calibration.images is not None and not calibration.images.endswith(".npz"):  # which may hold several inputs
+        calibration = replace(calibration, images=load_images(calibration.images, calibration.skip_bad))
     loaded = _load(source, model, run)
     if run.dry_run:
         calibration_images(loaded, calibration, run.execution.seed)
@@ -95,8 +95,9 @@ def evaluate(
     file is unchanged; else name it with --original.
     """
     from attnrewrite import api
+    from attnrewrite.images.dataset import load_images
 
-    images = _images(data, skip_bad)
+    images = load_images(data, skip_bad)
     images = images.sample(samples, run.execution.seed) if samples else images
     loaded = _load(source, model if original is None else replace(model, checkpoint=None), run)
     images.check(loaded.preprocessing, loaded.input_size)
@@ -165,6 +166,7 @@ def compare(
     Writes report.json and report.html to the output folder.
     """
     from attnrewrite import api
+    from attnrewrite.images.dataset import load_images
     from attnrewrite.targets.base import get_target
 
     out = output.out
@@ -172,7 +174,7 @@ def compare(
     check_apart(out, _paths(*_named(sources).values(), data, model.checkpoint))
     for name in target:
         get_target(name)
-    images = _images(data, skip_bad) if data else None
+    images = load_images(data, skip_bad) if data else None
     named = _named(sources)
     models = {
         name: _load(source, _only_if_built(source, model, list(named.values())), run) for name, source in named.items()
@@ -238,18 +240,6 @@ def _load(source: str, model: ModelOptions, run: RunOptions) -> "Source":
     return load_source(source, **asdict(model))
 
 
-def _images(data: str, skip_bad: bool) -> "Images":
-    """The images of a folder or an .npz; those left out as damaged are counted and named on standard error."""
-    from attnrewrite.images.dataset import load_images
-    from attnrewrite.images.decode import named
-
-    images = load_images(data, skip_bad)
-    if images.skipped:
-        count = f"{len(images.skipped)} of {len(images.skipped) + len(images)}"
-        say(f"attnrewrite: {data}: {count} images are damaged and left out: {named(images.skipped)}")
-    return images
-
-
 def _only_if_built(source: str, model: ModelOptions, beside: Sequence[str]) -> ModelOptions:
     """`model` for a source compared `beside` others: a saved one has its weights and size inside."""
     saved = {each: Path(each).is_dir() or each.endswith(".pt2") for each in beside}
@@ -292,7 +282,7 @@ def _key_values(pairs: Sequence[str]) -> dict[str, str]:
 
 def _paths(*given: str | None) -> list[Path]:
     """The files and folders among sources (without the factory or library they name), data and checkpoints."""
-    return [Path(re.sub(r"^hf:|(?<=\.py):\w*$", "", each)).expanduser() for each in given if each]
+    return [as_path(re.sub(r"^hf:|(?<=\.py):\w*$", "", each)) for each in given if each]
 
 
 def _named(sources: Sequence[str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.request import Budget, Execution, Option
 
 MODEL, RUN = "The model", "The run"
+JSON = "attnrewrite.json"  # where a context's meta says whether the command prints JSON, before its options are read
 PANELS = {Execution: RUN, Budget: "The budget of --variant auto"}
 
 SourceName = Annotated[
@@ -44,14 +45,17 @@ def _read_config(context: typer.Context, config: Path | None) -> Path | None:
         raise InputError(f"cannot read --config {config}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"--config {config} is not TOML: {first_line(error)}") from error
-    known = {name.replace("-", "_"): parameter for name, parameter in _parameters(context).items()}
+    context.meta[JSON] = context.meta.get(JSON, False) or said.get("json") in (True, "true")
+    parameters = _parameters(context)
+    in_python = {parameter.name.replace("_", "-"): parameter for parameter in parameters.values()}  # as saved by 0.1.0
+    known = in_python | parameters
     values = {}
     for key, value in said.items():
-        if (name := key.replace("-", "_")) not in known:
-            raise unknown_name(f"option of {context.info_name} in {config}", key, [n.replace("_", "-") for n in known])
-        values[known[name].name] = _as_given(
-            value, many=bool(getattr(known[name], "multiple", False)) or known[name].nargs != 1
-        )
+        parameter = known.get(key.replace("_", "-"))
+        if parameter is None:
+            raise unknown_name(f"option of {context.info_name} in {config}", key, list(parameters))
+        many = bool(getattr(parameter, "multiple", False)) or parameter.nargs != 1
+        values[parameter.name] = _as_given(value, many=many)
     context.default_map = values
     return config
 
@@ -78,8 +82,9 @@ def save_config(context: typer.Context, path: Path) -> None:
     ]
     try:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write --save-config {path}: {error.strerror}") from error
+    except (OSError, UnicodeEncodeError) as error:
+        reason = getattr(error, "strerror", None) or "an option holds what is no character"
+        raise InputError(f"cannot write --save-config {path}: {reason}") from error
 
 
 def _as_toml(value: Any) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnrewrite.errors import NothingMatchedError
+from attnrewrite.errors import InputError, NothingMatchedError
 from attnrewrite.evaluation.records import Evaluation
 
 if TYPE_CHECKING:
@@ -51,8 +51,14 @@ def show(outcome: Outcome, *, as_json: bool) -> None:
         with console.capture() as captured:
             console.print(outcome.shown)
         text = captured.get()
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except (OSError, UnicodeEncodeError) as error:
+        reason = getattr(error, "strerror", None) or "its encoding lacks a character"
+        raise InputError(f"cannot write the result to standard output: {reason}") from error
     if outcome.note:
         say(outcome.note)
 

@@ -9,30 +9,30 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import Processes, joined_processes
-from attnrewrite.calibration.stage import StageInput, StageReport
-from attnrewrite.calibration.stages import HELD_OUT_SHARE, calibrate, split
-from attnrewrite.conversion.proof import prove, require_sound, rewritten
+from attnrewrite.calibration.stages import HELD_OUT_SHARE
+from attnrewrite.conversion.forming import Forming
+from attnrewrite.conversion.proof import prove, require_sound
 from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import fates_of, kept_sites, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
+from attnrewrite.frontends.batches import image_size_of, input_names, opened, tell_fixed
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.pool import Pool
-from attnrewrite.passes.draws import telling
+from attnrewrite.images.several import load_several
 from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.site_module import written_value
-from attnrewrite.passes.verify import float64_errors, rewritten_sites
+from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.weights import named_after
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Calibration, Execution
-from attnrewrite.selection.problem import Auto, Extraction
-from attnrewrite.selection.select import Selection, select
+from attnrewrite.selection.problem import Auto
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant
-from attnrewrite.variants.registry import get_variant, option_values
+from attnrewrite.variants.registry import option_values
 
-MOST_IN_BATCH = 64  # calibration images in one pass, where the model leaves the batch open
+MOST_IN_BATCH = 64  # calibration images in one pass, where the model leaves the batch open and memory has room
 
 
 def convert_source(
@@ -45,7 +45,8 @@ def convert_source(
 ) -> Conversion:
     """Rewrite every site of `source` that `variant` supports and that is not kept, or those that `auto` chooses.
 
-    With `keep_bad`, a site whose extraction does not agree with the original stays as it is, and the report says so.
+    With `keep_bad`, a site that fails a check, of its extraction, its fit or its arithmetic, stays as it is, and the
+    report says so.
 
     Raises:
         NothingMatchedError: the model has no attention, none that the variant supports, or none within the budget.
@@ -69,27 +70,15 @@ def convert_source(
     pool = None if images is None else _pool(images, source, captured)
     processes = Processes() if pool is None else joined_processes()
     proof = prove(source, scanned, possible, keep_bad)
-    fates |= {site: Refusal("check-failed", f"its check failed: {fault}") for site, fault in proof.faults.items()}
-    possible = [site for site in possible if site.id not in proof.faults]
-    teacher = proof.teacher
-    if isinstance(variant, Auto):
-        assert pool is not None, "auto was accepted without images"
-        one = tuple(tensor[:1] for tensor in source.example_inputs)
-        example = one if captured.fixed_batch is None else source.example_inputs
-        extraction = Extraction(source.name, scanned, teacher, tuple(possible), example, captured.fixed_batch)
-        selection = select(variant, extraction, pool, execution, processes)
-        teacher = rewritten(scanned, dict.fromkeys(selection.standing, get_variant("softmax")))
-    else:
-        selection = Selection(dict.fromkeys([site.id for site in possible], variant), {})
-    student = rewritten(scanned, selection.standing)
-    stages: list[StageReport] = []
-    if pool is not None:
-        given = StageInput(captured.module, teacher, student, *split(pool), execution, processes)
-        stages = calibrate(given, calibration.steps)
-    arithmetic = float64_errors(student, telling(proof.draws))
+    forming = Forming(captured, scanned, proof, variant, pool, calibration.steps, execution, processes)
+    sound = [site for site in possible if site.id not in proof.faults]
+    formed, faults = forming.at_the_sound(sound, proof.teacher) if keep_bad else (forming.at(sound, proof.teacher), {})
+    faults = {**proof.faults, **faults}
+    selection, student = formed.selection, formed.student
+    fates |= {site: Refusal("check-failed", f"its check failed: {fault}") for site, fault in faults.items()}
     fates |= selection.reasons
     sites = [
-        site_report(s, fates[s.id], selection.standing.get(s.id), proof.errors.get(s.id), arithmetic.get(s.id))
+        site_report(s, fates[s.id], selection.standing.get(s.id), proof.errors.get(s.id), formed.errors.get(s.id))
         for s in found.sites
     ]
     report = {
@@ -99,12 +88,13 @@ def convert_source(
         "options": {} if isinstance(variant, Auto) else option_values(variant),
         "seed": execution.seed,
         "fixed_batch": captured.fixed_batch,
+        "fixed_batch_reason": None if captured.fixed_batch is None else captured.note,
         "sites": sites,
         "near_misses": [
             {"anchor": m.anchor, "name": m.name, "reason": m.code, "detail": m.sentence} for m in found.near_misses
         ],
         "checks": dict(proof.report),
-        "calibration": {"images": len(images or ()), "stages": [asdict(stage) for stage in stages]},
+        "calibration": {"images": len(images or ()), "stages": [asdict(stage) for stage in formed.stages]},
     } | ({} if selection.report is None else {"selection": selection.report})
     plan = _final_plan(found, selection.standing, student, captured.module)
     return Conversion(
@@ -128,31 +118,42 @@ def calibration_images(source: Source, request: Calibration, seed: int) -> Image
     """
     if request.images is None:
         return None
-    images = load_images(request.images, request.skip_bad)
-    images.check(source.preprocessing, source.input_size)
-    drawn = images.sample(request.samples, seed)
+    names, size = input_names(source), image_size_of(source)
+    if len(names) > 1 and request.steps:
+        raise InputError(
+            f"{source.name} takes {len(names)} inputs ({', '.join(names)}), and distillation moves and mixes pictures "
+            "alone: leave out --steps"
+        )
+    if len(names) > 1:
+        images = load_several(request.images, source.example_inputs, names)
+    else:
+        images = load_images(request.images, request.skip_bad)
+    images.check(source.preprocessing, size)
+    drawn = images.sample(request.samples, seed).whole(source.preprocessing, size)
     if len(drawn) < HELD_OUT_SHARE:
         raise InputError(
             f"calibration has {len(drawn)} of the {HELD_OUT_SHARE} images that it needs at least, as one in "
             f"{HELD_OUT_SHARE} is held out to see what helps: give more (--calibrate, --samples), better some hundreds"
         )
-    return drawn.decoded(source.preprocessing, source.input_size)
+    return drawn.decoded(source.preprocessing, size)
 
 
 def _pool(images: Images, source: Source, captured: Captured) -> Pool:
     """The images in batches that the graph takes."""
     size = captured.fixed_batch or min(MOST_IN_BATCH, len(images))
-    return Pool(images, source.preprocessing, source.input_size, size)
+    return Pool(images, source.preprocessing, image_size_of(source), size, filled=captured.fixed_batch is not None)
 
 
 def _captured(source: Source) -> Captured:
-    """The model's graph. Raises InputError where it stands for no other input than the example."""
+    """The model's graph, for any batch where it can be. Raises InputError where it stands for the example alone."""
     model: torch.nn.Module | ExportedProgram | None = source.model if source.program is None else source.program
     if model is None:
         raise InputError("the source holds neither a module nor a program")
     captured = capture(source.name, model, source.example_inputs)
     if not captured.exact:
         raise InputError(f"{captured.note}; it can be explained, but not converted")
+    captured = opened(captured, model)
+    tell_fixed(captured)
     return captured
 
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.errors import CheckFailedError, first_line
+from attnrewrite.frontends.batches import repeated
 from attnrewrite.frontends.onnx_file import open_sizes
 from attnrewrite.frontends.onnx_import.importer import TOLERANCE, difference
 from attnrewrite.passes.onnx.rewrite import OnnxRewrite
 from attnrewrite.patterns.onnx.files import read_model
+from attnrewrite.patterns.onnx.sizes import real_inputs
 from attnrewrite.plan import Plan
 
 _MOST_BYTES = 1 << 30  # a protobuf ends at two gigabytes: larger weights go beside it
@@ -30,15 +32,23 @@ def write_file(
     large = (
         sum(value.const_value.nbytes for value in result.graph.initializers.values() if value.const_value) > _MOST_BYTES
     )
+    if not large:
+        ir.external_data.load_to_model(result)  # weights that lay beside the source are no part of the folder
     ir.save(result, out, external_data=f"{out.name}.data" if large else None)
     try:
         onnx.checker.check_model(out, full_check=True)
     except Exception as error:  # onnx raises several kinds
         raise CheckFailedError(f"{source}: onnx refuses the rewritten model: {first_line(error)}") from error
     with torch.no_grad():
-        off = difference(result, module, inputs)
+        off = difference(result, module, _of_its_batch(model, inputs))
     if not off <= TOLERANCE:
         raise CheckFailedError(
             f"{source}: the rewritten model differs from the torch module by {off:.2e} (allowed {TOLERANCE:.0e}); "
             "nothing was written"
         )
+
+
+def _of_its_batch(model: ir.Model, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`inputs` with as many images as the file takes, where it takes one batch size."""
+    shape = real_inputs(model.graph)[0].shape
+    return repeated(inputs, shape[0]) if shape is not None and len(shape) and isinstance(shape[0], int) else inputs

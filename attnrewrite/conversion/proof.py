@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 
 from attnrewrite.errors import CheckFailedError
+from attnrewrite.frontends.batches import fixed_batch
 from attnrewrite.frontends.sources import Source
 from attnrewrite.passes.draws import Draw, drawn
 from attnrewrite.passes.fx.rewrite import FxRewrite
+from attnrewrite.passes.in_batches import InBatches
 from attnrewrite.passes.original import agreement, require_lasting_buffers, require_numbers
 from attnrewrite.passes.verify import SiteError, rewriting_error, site_errors
 from attnrewrite.patterns.fx.graph import FxGraph
@@ -36,13 +38,8 @@ class Proof:
 
 
 def require_sound(source: Source) -> None:
-    """Raise InputError where the weights or the example of `source` hold NaN, or running it changes it."""
-    tensors: dict[str, Tensor] = {}
-    if source.model is not None:
-        tensors = {**dict(source.model.named_parameters()), **dict(source.model.named_buffers())}
-    elif source.program is not None:
-        tensors = dict(source.program.state_dict)
-    require_numbers(source.name, tensors, source.example_inputs)
+    """Raise InputError where the weights or the example of `source` hold no numbers, or running it changes it."""
+    require_numbers(source.name, source.tensors, source.example_inputs)
     require_lasting_buffers(source.name, _runnable(source), source.example_inputs)
 
 
@@ -55,11 +52,14 @@ def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSi
     """
     graph, teacher = scanned.graph.module, with_softmax(scanned, sites)
     started = time.perf_counter()
-    agreed = agreement(source.name, _runnable(source), graph, drawn(graph, source.example_inputs))
+    size = fixed_batch(source)
+    model = _runnable(source) if size is None else InBatches(_runnable(source), size)
+    agreed = agreement(source.name, model, graph, drawn(graph, source.example_inputs))
     errors, answer = site_errors(graph, teacher, scanned.scan, agreed.draws)
     faults = {site: each.fault for site, each in errors.items() if each.fault is not None}
     if faults and (not keep_bad or len(faults) == len(sites)):
-        raise CheckFailedError(next(iter(faults.values())))
+        site, fault = next(iter(faults.items()))
+        raise CheckFailedError(fault, site=site)
     if faults:
         teacher = with_softmax(scanned, [site for site in sites if site.id not in faults])
     rewriting = rewriting_error(teacher, agreed.draws[-1], answer)

@@ -14,8 +14,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import first_process
-from attnrewrite.errors import InputError
-from attnrewrite.files import read_json, staged
+from attnrewrite.errors import InputError, first_line
+from attnrewrite.files import as_path, read_json, staged
 from attnrewrite.frontends.capture import export
 from attnrewrite.frontends.sources import Origin
 from attnrewrite.frontends.trust import remember
@@ -79,16 +79,16 @@ class Conversion:
         if not first_process():
             return Path(out)
         program = self.export()
-        with staged(Path(out), force=force) as folder:
-            torch.export.save(program, folder / MODEL_FILE)
+        with staged(as_path(out), force=force) as folder:
+            _save_program(program, folder / MODEL_FILE)
             self.plan.save(folder)
             (folder / REPORT_FILE).write_text(json.dumps(dict(self.report), indent=1) + "\n")
             if "selection" in self.report:
                 self._write_page(folder)
             if self.origin is not None and self.origin.spec.endswith(".onnx"):
                 self._write_onnx(Path(self.origin.spec), folder)
-        if self.code is not None:
-            remember(Path(out), self.code)
+            if self.code is not None:
+                remember(folder, self.code)
         return Path(out)
 
     def _write_page(self, folder: Path) -> None:
@@ -119,6 +119,13 @@ def site_notes(folder: Path) -> dict[str, str | None]:
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder / REPORT_FILE} is damaged: it does not say what became of each site") from error
     return {site: None if note is None else str(note) for site, note in noted.items()}
+
+
+def _save_program(program: ExportedProgram, path: Path) -> None:
+    try:
+        torch.export.save(program, path)
+    except (NotImplementedError, TypeError, AttributeError) as error:  # as for an output in a class of the model's own
+        raise InputError(f"torch.export cannot save the converted model: {first_line(error)}") from error
 
 
 def deployed(module: GraphModule) -> GraphModule:

@@ -7,6 +7,7 @@ from typing import Any
 
 from attnrewrite.errors import NothingMatchedError, Refusal, unknown_name
 from attnrewrite.passes.verify import SiteError
+from attnrewrite.request import names
 from attnrewrite.selection.problem import Auto
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant, refusal_of
@@ -29,7 +30,7 @@ def refusal(variant: Variant | Auto, site: AttentionSite) -> Refusal | None:
     return None if None in reasons else Refusal("no-candidate", f"no candidate can stand there ({reasons[0]})")
 
 
-def kept_sites(found: Scan, keep: Sequence[str]) -> frozenset[str]:
+def kept_sites(found: Scan, keep: str | Sequence[str] | None) -> frozenset[str]:
     """The ids of the sites to keep: each of `keep` is an id, a name, or a pattern of either (decoder.*).
 
     Raises:
@@ -37,11 +38,11 @@ def kept_sites(found: Scan, keep: Sequence[str]) -> frozenset[str]:
     """
     ids_by_name = {site.id: site.id for site in found.sites} | {site.name: site.id for site in found.sites}
     kept: set[str] = set()
-    for asked in keep:
-        names = [asked] if asked in ids_by_name else fnmatch.filter(ids_by_name, asked)
-        if not names:
+    for asked in names("--keep", keep):
+        matching = [asked] if asked in ids_by_name else fnmatch.filter(ids_by_name, asked)
+        if not matching:
             raise unknown_name("site to keep", asked, ids_by_name)
-        kept |= {ids_by_name[name] for name in names}
+        kept |= {ids_by_name[name] for name in matching}
     return frozenset(kept)
 
 
@@ -55,7 +56,8 @@ def require_some(
         raise NothingMatchedError(f"{found.model} has no attention to rewrite ({misses}); see attnrewrite explain")
     raise NothingMatchedError(
         f"{variant.name} can stand at none of the {len(found)} sites of {found.model} ({_by_reason(fates)}): "
-        "choose another variant, or options of it that help (--option KEY=VALUE)"
+        "choose another variant, or options of it that help (--option KEY=VALUE)",
+        site=found.sites[0].id if len(found) == 1 else None,
     )
 
 

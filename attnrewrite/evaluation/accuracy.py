@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.evaluation.records import Evaluation
 from attnrewrite.images.dataset import Images
-from attnrewrite.images.preprocessing import Preprocessing, Size
+from attnrewrite.images.preprocessing import Preprocessing, Size, format_size
 from attnrewrite.request import Progress
 
 
@@ -37,6 +37,7 @@ def evaluate_modules(
     input_size = input_size or images.x.size
     if input_size is None:
         raise InputError("image files are read at the model's input size: give --input-size, such as 3x224x224")
+    images = images.whole(preprocessing, input_size)
     size = batch_size or min(128, len(images))
     totals = {name: _Total() for name in modules}
     done = 0
@@ -81,13 +82,21 @@ class _Total:
 
 
 def _logits(name: str, module: nn.Module, pixels: Tensor) -> Tensor:
-    output = module(pixels)
+    try:
+        output = module(pixels)
+    except Exception as error:  # a model refuses an input in its own words
+        raise InputError(
+            f"{name} does not take a batch of {len(pixels)} images of {format_size(pixels.shape[1:])} "
+            f"({first_line(error)}): give the batch that it takes (--batch-size), or other images"
+        ) from error
     logits = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise InputError(
             f"{name} is not a classifier: its output is {shape}, and [images, classes] is needed to evaluate it"
         )
+    if len(logits) != len(pixels):
+        raise InputError(f"{name} gives {len(logits)} answers for {len(pixels)} images: give the batch that it takes")
     return logits
 
 

@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrewrite.errors import AttnRewriteError, InputError, Refusal
+from attnrewrite.errors import InputError, Refusal, told
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.latency import Latency, environment, measure
 from attnrewrite.evaluation.records import Comparison, Evaluation, Quantiles, Row
 from attnrewrite.images.dataset import Images
-from attnrewrite.images.preprocessing import Preprocessing
+from attnrewrite.images.preprocessing import Preprocessing, image_size
 from attnrewrite.request import Progress
-from attnrewrite.targets.base import Artifact, Run, Target, get_target
+from attnrewrite.targets.base import Artifact, Estimate, Run, Target, get_target
 
 
 @dataclass(frozen=True)
 class CompareModel:
     """A model to compare, in evaluation mode. The batch of `example_inputs` is what one call is timed with.
 
-    Each of `sites` has id, name, variant, heads, head_dim, n_queries, n_keys and note. `fixed_batch` is the only batch
-    size that the module takes, or None.
+    Each of `sites` has id, name, variant, heads, head_dim, n_queries, n_keys and note. `any_batch` is the same model
+    for any number of images, where `module` takes one batch size only.
     """
 
     name: str
@@ -38,7 +38,7 @@ class CompareModel:
     example_inputs: tuple[Tensor, ...]
     preprocessing: Preprocessing | None = None
     sites: tuple[dict[str, Any], ...] = ()
-    fixed_batch: int | None = None
+    any_batch: nn.Module | None = None
 
 
 def compare_models(
@@ -72,7 +72,9 @@ def compare_models(
     latencies = timed([run for _, _, run in runs], repeats, budget_s, progress)
     costs = {name: cost(model) for name, model in models.items()}
     rows = tuple(
-        _row(models[name], target, run, latency, qualities.get(name), costs[name])
+        _row(
+            models[name], target, run, latency, qualities.get(name), costs[name], _estimate_in_words(run, target, runs)
+        )
         for (name, target, run), latency in zip(runs, latencies, strict=True)
     )
     return Comparison(environment(threads), rows)
@@ -88,16 +90,12 @@ def evaluated(
             raise InputError(
                 f"{first.name} and {model.name} prepare their images differently: give --mean and --std, for both"
             )
-    fixed = {model.fixed_batch for model in models.values() if model.fixed_batch is not None}
-    if len(fixed) > 1:
-        raise InputError(f"the models take batches of {sorted(fixed)} images only: export them for the same batch")
     return evaluate_modules(
-        {name: model.module for name, model in models.items()},
+        {name: model.any_batch or model.module for name, model in models.items()},
         images,
         first.preprocessing,
-        input_size=_size(first),
+        input_size=image_size(first.example_inputs[0].shape),
         reference=next(iter(models)) if others else None,
-        batch_size=next(iter(fixed), None),
         progress=progress,
     )
 
@@ -111,18 +109,20 @@ def prepared(model: CompareModel, target: Target, threads: int) -> tuple[Run, ..
         runs = target.runs(model.name, model.module, model.example_inputs, threads=threads)
         if target.availability().measure is None:
             return runs
-        built = _built(model, target, threads)
-    except AttnRewriteError as error:
-        return (Run.refused("–", Refusal("failed", str(error))),)
+        built, estimate = _built(model, target, threads)
+    except Exception as error:  # a target of another package raises what it likes
+        return (Run.refused("–", Refusal("failed", str(told(f"target {target.name!r}", error)))),)
     note = "; ".join((f"checked: {built.check}", f"schedule: {built.schedule}", *built.notes))
     return tuple(
-        replace(run, max_abs_error=built.max_abs_error, size_bytes=built.size_bytes, note=note) for run in runs
+        replace(run, max_abs_error=built.max_abs_error, size_bytes=built.size_bytes, note=note, estimate=estimate)
+        for run in runs
     )
 
 
-def _built(model: CompareModel, target: Target, threads: int) -> Artifact:
+def _built(model: CompareModel, target: Target, threads: int) -> tuple[Artifact, Estimate | None]:
     with tempfile.TemporaryDirectory() as folder:
-        return target.lower(model.name, model.module, model.example_inputs, Path(folder), threads=threads)
+        made = target.lower(model.name, model.module, model.example_inputs, Path(folder), threads=threads)
+        return made, target.estimate(made)
 
 
 def timed(
@@ -142,7 +142,8 @@ def cost(model: CompareModel) -> tuple[int, int]:
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.module(*model.example_inputs)
     params = sum(parameter.numel() for parameter in model.module.parameters())
-    return params, counter.get_total_flops() // 2 // len(model.example_inputs[0])
+    images = next((len(tensor) for tensor in model.example_inputs if tensor.dim()), 1)
+    return params, counter.get_total_flops() // 2 // images
 
 
 def _row(
@@ -152,14 +153,19 @@ def _row(
     latency: Latency | None,
     quality: Evaluation | None,
     cost: tuple[int, int],
+    estimated: str,
 ) -> Row:
     params, macs = cost
+    time = None if latency is None else Quantiles(latency.p50_ms, latency.p90_ms)
+    told = latency is None and run.estimate is not None and run.estimate.trusted
+    if told and run.estimate is not None:
+        time = Quantiles(run.estimate.ms, run.estimate.high)
     return Row(
         model=model.name,
         target=target.name,
         runtime=run.runtime,
-        status="unavailable" if latency is None else "measured",
-        latency_ms=None if latency is None else Quantiles(latency.p50_ms, latency.p90_ms),
+        status="estimated" if told else "unavailable" if latency is None else "measured",
+        latency_ms=time,
         instructions=None,
         top1=quality.top1 if quality else None,
         agreement=quality.agreement if quality else None,
@@ -168,10 +174,27 @@ def _row(
         macs=macs,
         max_abs_error=run.max_abs_error,
         sites=model.sites,
-        note="; ".join(filter(None, (str(run.reason or ""), run.note))),
+        note="; ".join(filter(None, (str(run.reason or ""), estimated, run.note))),
     )
 
 
-def _size(model: CompareModel) -> tuple[int, int, int]:
-    channels, height, width = model.example_inputs[0].shape[1:]
-    return channels, height, width
+def _estimate_in_words(run: Run, target: Target, runs: Sequence[tuple[str, Target, Run]]) -> str:
+    """The estimate with its interval; or, where it is too far off to be told, the run's place among those of the target
+    in the same runtime.
+    """
+    found = run.estimate
+    if found is None:
+        return ""
+    fit = (
+        f"on model families that it was not fitted to, the estimate's rank correlation is {found.ranking:.2f} and its "
+        f"median error {found.error:.0%}"
+    )
+    if found.trusted:
+        return f"estimated for {found.device}: {found.ms:.2f} ms, {found.low:.2f} to {found.high:.2f}; {fit}"
+    others = [
+        other.estimate.ms
+        for _, its, other in runs
+        if its is target and other.runtime == run.runtime and other.estimate is not None
+    ]
+    place = 1 + sum(ms < found.ms for ms in others)
+    return f"number {place} of {len(others)} in the estimated order for {found.device}, fastest first; no time: {fit}"

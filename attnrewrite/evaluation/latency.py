@@ -41,7 +41,7 @@ def measure(
 
     A turn is one call that is not timed, which brings the caches and threads back to this candidate, and one that is.
     `budget_s` ends the rounds early, after no fewer than three, where the calls are slow. Python's garbage collector is
-    off meanwhile. `progress` is told the rounds done and the rounds planned.
+    off meanwhile. `progress` receives the rounds done and the rounds planned.
     """
     if warmup < 0 or repeats < 1:
         raise InputError(f"cannot measure with {warmup} warm-up and {repeats} timed calls: at least 0 and 1 are needed")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from attnrewrite.files import write_file
+from attnrewrite.files import as_path, write_file
 
 Status = Literal["measured", "estimated", "unavailable"]
 
@@ -40,8 +40,9 @@ class Quantiles:
 class Row:
     """One model in one runtime of one target.
 
-    `latency_ms` is a time of this machine's clock and stands only where `status` is "measured"; `instructions` a count
-    of an emulator. `top1` and `agreement` (with the first model) are percentages, `macs` multiply-adds for one image,
+    `latency_ms` is a time of this machine's clock where `status` is "measured", and what a target's model of its
+    device's costs says where it is "estimated" (p90: the end of its interval); `instructions` is a count of an
+    emulator. `top1` and `agreement` (with the first model) are percentages, `macs` multiply-adds for one image,
     `max_abs_error` the distance to the module's own outputs. None: not known. `note` says why, and what to know.
     """
 
@@ -96,7 +97,7 @@ class Comparison:
         """The same as text, written to `path` as well where one is given."""
         text = json.dumps(self.to_dict(), indent=2)
         if path is not None:
-            write_file(Path(path), text + "\n", force=True)
+            write_file(as_path(path), text + "\n", force=True)
         return text
 
 

@@ -1,10 +1,7 @@
 """From a model to the graph that is rewritten: torch.export, functionalised, batch left open where possible."""
 
-import io
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from keyword import iskeyword
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +10,11 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnrewrite.errors import InputError, first_line
+from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph, product_decompositions
 from attnrewrite.passes.fx.signature import is_open
+
+UNWRITABLE = frozenset("\"'\\\n\r")  # torch.fx writes a module's name between quotation marks
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
         InputError: torch.export cannot capture the module at all.
     """
     doubled = _doubled(inputs)
-    with torch.no_grad(), _without_torch_logs():
+    with torch.no_grad(), without_torch_logs():
         try:
             program = torch.export.export(module, doubled, dynamic_shapes=open_batch(doubled))
             if has_open_batch(program):
@@ -66,6 +66,19 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
             ) from error
 
 
+def _require_writable_names(name: str, model: nn.Module | ExportedProgram) -> None:
+    """Raise InputError where a module or tensor has a name that torch.fx writes code with which is no Python."""
+    if isinstance(model, ExportedProgram):
+        paths = list(model.state_dict)
+    else:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        paths = [path for path, _ in (*model.named_modules(), *tensors)]
+    parts = {part for path in paths for part in path.split(".")}
+    odd = next((part for part in sorted(parts) if iskeyword(part) or set(part) & UNWRITABLE), None)
+    if odd is not None:
+        raise InputError(f"{name} calls a part of it {odd!r}, which no graph can write as Python: rename it")
+
+
 def has_open_batch(program: ExportedProgram) -> bool:
     """Whether the program takes any batch size: torch.export settles for one where the model's code does."""
     names = set(program.graph_signature.user_inputs)
@@ -79,11 +92,13 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     Raises:
         InputError: the model can neither be exported nor traced on its example inputs.
     """
+    _require_writable_names(name, model)
     if isinstance(model, ExportedProgram):
         program, note = model, None
     else:
         try:
-            program, note = export(model.eval(), example_inputs)
+            is_graph = isinstance(model, GraphModule)  # captured in evaluation mode, and stays in it
+            program, note = export(model if is_graph else model.eval(), example_inputs)
         except InputError as refusal:
             return _traced_on_example(name, model, example_inputs, refusal)
     module = functional_graph(program)
@@ -95,19 +110,6 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     if fixed is not None and note is None:
         note = "the exported program has a fixed batch size"
     return Captured(name, module, example_inputs, fixed, note)
-
-
-@contextmanager
-def _without_torch_logs() -> Iterator[None]:
-    """torch.export logs and prints whole graphs before it raises; the error alone is told."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _traced_on_example(name: str, model: nn.Module, inputs: tuple[Tensor, ...], refusal: InputError) -> Captured:
@@ -125,4 +127,4 @@ def _traced_on_example(name: str, model: nn.Module, inputs: tuple[Tensor, ...], 
             node.meta.setdefault("val", tensor)
             node.meta["parameter"] = names.get(id(tensor), str(node.target))
     module = RemoveAssertions()(module)
-    return Captured(name, module, inputs, int(inputs[0].shape[0]), str(refusal), exact=False)
+    return Captured(name, module, inputs, next((len(x) for x in inputs if x.dim()), 1), str(refusal), exact=False)

@@ -38,10 +38,10 @@ def load_checkpoint(model: nn.Module, path: Path) -> None:
         if name in given and given[name].shape != expected[name].shape
     ]
     problems = [("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped)]
-    told = "; ".join(f"{len(names)} {what} ({_first(names)})" for what, names in problems if names)
-    if told:
+    mismatch = "; ".join(f"{len(names)} {what} ({_first(names)})" for what, names in problems if names)
+    if mismatch:
         raise InputError(
-            f"{path} does not fit the model: {told}. Build the model as the checkpoint was trained "
+            f"{path} does not fit the model: {mismatch}. Build the model as the checkpoint was trained "
             "(its size, classes and input size), for instance in your own file.py:factory"
         )
     model.load_state_dict(given, strict=True)

@@ -11,7 +11,7 @@ from types import ModuleType
 from torch import nn
 
 from attnrewrite.errors import InputError, unknown_name
-from attnrewrite.files import check_file
+from attnrewrite.files import as_path, check_file
 from attnrewrite.frontends.libraries import fixed_seed
 
 
@@ -46,7 +46,7 @@ def call_factory(spec: str) -> tuple[Path, str, nn.Module]:
 def split_factory(spec: str) -> tuple[Path, str]:
     """The file and the factory that `spec` names; an empty name where it names none."""
     file, colon, name = spec.rpartition(".py:")
-    return (Path(file + ".py").expanduser(), name) if colon else (Path(spec).expanduser(), "")
+    return (as_path(file + ".py"), name) if colon else (as_path(spec), "")
 
 
 def _functions(path: Path) -> list[str]:

@@ -7,7 +7,7 @@ drawn from a fixed seed so that the same name is the same model again, and a not
 import importlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from attnrewrite.errors import InputError, first_line, unknown_name
+from attnrewrite.errors import AttnRewriteError, InputError, first_line, unknown_name
+from attnrewrite.files import as_path
 from attnrewrite.frontends.checkpoints import load_checkpoint
 from attnrewrite.frontends.torchvision import import_torchvision
-from attnrewrite.images.preprocessing import Preprocessing, Size
+from attnrewrite.images.preprocessing import Preprocessing, Size, format_size
 
 PRETRAINED = "pretrained"
 log = logging.getLogger("attnrewrite")
@@ -45,9 +46,22 @@ def fixed_seed() -> Iterator[None]:
 
 
 def build(library: str, name: str, checkpoint: str | None, size: Size | None) -> Built:
-    """The model `name` of `library` (a key of LIBRARIES), for inputs of `size` (None: its own), with its weights."""
-    with fixed_seed():
-        return LIBRARIES[library](name, checkpoint, size)
+    """The model `name` of `library` (a key of LIBRARIES), for inputs of `size` (None: its own), with its weights.
+
+    Raises:
+        InputError: there is no such model, or the library does not build it, for whatever reason of its own.
+    """
+    try:
+        with fixed_seed():
+            return LIBRARIES[library](name, checkpoint, size)
+    except AttnRewriteError:
+        raise
+    except Exception as error:
+        sized = "" if size is None else f" for an input of {format_size(size)}"
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(
+            f"{library} does not build {name}{sized} ({why}): give another --input-size, or none"
+        ) from error
 
 
 def _timm(name: str, checkpoint: str | None, size: Size | None) -> Built:
@@ -93,7 +107,7 @@ def _hugging_face(name: str, checkpoint: str | None, size: Size | None) -> Built
     """
     import_torchvision()
     transformers = _require("transformers", f"hf:{name}")
-    folder = Path(name).expanduser()
+    folder = as_path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise InputError(f"hf:{name}: the folder has no config.json, so it is not a saved transformers model")
     place = str(folder) if folder.is_dir() else name
@@ -101,20 +115,22 @@ def _hugging_face(name: str, checkpoint: str | None, size: Size | None) -> Built
     with _weights_of(name=f"hf:{name}", offline=offline):
         config = transformers.AutoConfig.from_pretrained(place, local_files_only=offline)
     if size is not None:
-        config.num_channels, config.image_size = size[0], size[1] if size[1] == size[2] else list(size[1:])
+        config.num_channels = size[0]
+        in_pairs = isinstance(getattr(config, "image_size", None), list | tuple)  # and read as such by the model
+        config.image_size = list(size[1:]) if in_pairs or size[1] != size[2] else size[1]
     kind = _hf_class(transformers, config, name)
     has_weights = not folder.is_dir() or any(folder.glob("*.safetensors"))
     if has_weights and checkpoint in (None, PRETRAINED):
         with _weights_of(name=f"hf:{name}", offline=offline):
-            model, told = kind.from_pretrained(
+            model, loading = kind.from_pretrained(
                 place,
                 config=config,
                 local_files_only=offline,
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # they are told below, all in one line
+                ignore_mismatched_sizes=True,  # reported below, all in one line
                 output_loading_info=True,
             )
-        _check_loaded(told, f"hf:{name}")
+        _check_loaded(loading, f"hf:{name}")
     else:
         model = kind(config)
         _load(model, checkpoint, f"hf:{name}")
@@ -180,25 +196,30 @@ def _hf_side(size: Any) -> int | None:
     return size.get("shortest_edge", size.get("height")) if isinstance(size, dict) else size
 
 
-def _check_loaded(told: dict[str, Any], name: str) -> None:
+def _check_loaded(loaded: dict[str, Any], name: str) -> None:
     problems = [
-        f"{len(told[key])} {what} ({', '.join(sorted(str(k if isinstance(k, str) else k[0]) for k in told[key])[:3])})"
+        f"{len(loaded[key])} {what} ({', '.join(_first_names(loaded[key]))})"
         for key, what in (
             ("missing_keys", "missing"),
             ("unexpected_keys", "unexpected"),
             ("mismatched_keys", "of another shape"),
         )
-        if told[key]
+        if loaded[key]
     ]
     if problems:
         raise InputError(f"{name}: its weights do not fit its configuration: {'; '.join(problems)}")
+
+
+def _first_names(keys: Iterable[Any]) -> list[str]:
+    """The first three names; a key of another shape comes as (name, shapes)."""
+    return sorted(str(key if isinstance(key, str) else key[0]) for key in keys)[:3]
 
 
 def _load(model: nn.Module, checkpoint: str | None, name: str) -> None:
     if checkpoint is None:
         log.warning("%s has random weights: give --checkpoint FILE, or --checkpoint pretrained to download them", name)
     elif checkpoint != PRETRAINED:
-        load_checkpoint(model, Path(checkpoint).expanduser())
+        load_checkpoint(model, as_path(checkpoint))
 
 
 @contextmanager
@@ -206,6 +227,8 @@ def _weights_of(name: str, *, offline: bool) -> Iterator[None]:
     """Say in one line that what the library looked for is not there, whatever it raised."""
     try:
         yield
+    except AttnRewriteError:
+        raise
     except Exception as error:  # each library and each network failure has its own class
         reason = first_line(error).rstrip(".")
         way_out = (

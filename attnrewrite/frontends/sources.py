@@ -5,9 +5,9 @@ timm:NAME, torchvision:NAME, hf:FOLDER or hf:NAME
 """
 
 import copy
-import inspect
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from attnrewrite.errors import InputError, first_line, unknown_name
-from attnrewrite.files import check_file, read_json
+from attnrewrite.files import as_path, check_file, read_json
 from attnrewrite.frontends.checkpoints import SUFFIXES, load_checkpoint, read_program
+from attnrewrite.frontends.examples import TEXT, given_examples, made_example, reads_tokens, require_runs
 from attnrewrite.frontends.factories import call_factory, split_factory
 from attnrewrite.frontends.libraries import LIBRARIES, PRETRAINED, build
 from attnrewrite.frontends.trust import NO_CODE, code_digest, remembered
@@ -34,8 +35,6 @@ from attnrewrite.images.preprocessing import (
 )
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.site import Scan
-
-TEXT = "it reads token numbers, as text models do, not pictures; in Python, give them as example_inputs"
 
 __all__ = ["Origin", "Preprocessing", "Source", "load_source"]
 
@@ -120,8 +119,15 @@ class Source:
         ).load()
 
     @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Its weights and buffers by name."""
+        if self.program is not None:
+            return self.program.state_dict
+        return {} if self.model is None else dict((*self.model.named_parameters(), *self.model.named_buffers()))
+
+    @property
     def input_size(self) -> Size:
-        """(channels, height, width) of the images that it takes."""
+        """(channels, height, width) of the images that it takes. Raises InputError where it takes no images."""
         return image_size(self.example_inputs[0].shape)
 
 
@@ -161,10 +167,10 @@ def load_source(
         raise InputError(f"a {type(source).__name__} is not a model: give an nn.Module, an ExportedProgram or a name")
     if example_inputs is None:
         sized = size is not None and loaded.model is not None and not _is_onnx(source)
-        inputs = _example(size) if sized and size else loaded.example_inputs
+        inputs = made_example(size) if sized and size else loaded.example_inputs
     else:
-        inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
-    if not inputs and loaded.model is not None and _reads_tokens(loaded.model):
+        inputs = given_examples(example_inputs)
+    if not inputs and loaded.model is not None and reads_tokens(loaded.model):
         raise InputError(f"{loaded.name}: {TEXT}")
     if not inputs:
         raise InputError(f"{loaded.name}: the size of its input is not known: give --input-size, such as 3x224x224")
@@ -172,7 +178,10 @@ def load_source(
         raise InputError(f"{loaded.name} takes the pixels themselves ({inputs[0].dtype}): leave out --mean and --std")
     known = as_taken(override(loaded.preprocessing, mean, std), inputs[0])
     loaded = replace(loaded, example_inputs=inputs, preprocessing=known)
-    _check_runs(loaded, size)
+    if loaded.program is not None:
+        _check_exported_for(loaded, size, given=example_inputs is not None)
+    elif loaded.model is not None:
+        require_runs(loaded.name, loaded.model, inputs)
     return replace(loaded, origin=_describe(loaded.origin, loaded) if loaded.origin else None)
 
 
@@ -210,11 +219,18 @@ def _describe(origin: Origin, source: Source) -> Origin:
 
 
 def _from_module(model: nn.Module, checkpoint: str | None) -> Source:
-    if checkpoint is not None or any(module.training for module in model.modules()):
-        model = copy.deepcopy(model).eval()  # the caller's own stays as it is
+    compiled = getattr(model, "_orig_mod", None)  # what torch.compile keeps of the module that it was given
+    model = compiled if isinstance(compiled, nn.Module) else model
+    name = type(model).__name__
+    try:
+        if checkpoint is not None or any(module.training for module in model.modules()):
+            model = copy.deepcopy(model).eval()  # the caller's own stays as it is
+    except Exception as error:  # what a module holds beside tensors may be no matter for copies
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{name} cannot be copied and put in evaluation mode ({why}): give model.eval()") from error
     if checkpoint is not None:
-        load_checkpoint(model, _checkpoint_path(checkpoint, type(model).__name__))
-    return Source(type(model).__name__, model, None, ())
+        load_checkpoint(model, _checkpoint_path(checkpoint, name))
+    return Source(name, model, None, ())
 
 
 def _from_program(program: ExportedProgram, name: str, checkpoint: str | None) -> Source:
@@ -231,7 +247,7 @@ def _from_program(program: ExportedProgram, name: str, checkpoint: str | None) -
 
 
 def _from_spec(spec: str, checkpoint: str | None, size: Size | None) -> Source:
-    path = Path(spec).expanduser()
+    path = as_path(spec)
     library, colon, name = spec.partition(":")
     if colon and library in LIBRARIES:
         return _from_library(library, name, checkpoint, size)
@@ -263,13 +279,13 @@ def _from_library(library: str, name: str, checkpoint: str | None, size: Size | 
     if not name:
         raise InputError(f"{library}: needs a name after the colon")
     built = build(library, name, checkpoint, size)
-    folder = Path(name).expanduser()
+    folder = as_path(name)
     spec = f"{library}:{folder.absolute() if library == 'hf' and folder.is_dir() else name}"
     return Source(
         name=folder.name,
         model=built.model.eval(),
         program=None,
-        example_inputs=_example(built.input_size) if built.input_size else (),
+        example_inputs=made_example(built.input_size) if built.input_size else (),
         preprocessing=built.preprocessing,
         origin=Origin(spec, _absolute(checkpoint), size),
         code=NO_CODE,
@@ -277,8 +293,8 @@ def _from_library(library: str, name: str, checkpoint: str | None, size: Size | 
 
 
 def _from_folder(folder: Path, checkpoint: str | None) -> Source:
-    if not (folder / "model.pt2").is_file():
-        hint = f": a saved transformers model is given as hf:{folder}" if (folder / "config.json").is_file() else ""
+    if not os.path.isfile(folder / "model.pt2"):
+        hint = f": a saved transformers model is given as hf:{folder}" if os.path.isfile(folder / "config.json") else ""
         raise InputError(f"{folder} is not a converted model, as it holds no model.pt2{hint}")
     source = _from_program(read_program(folder / "model.pt2"), folder.absolute().name, checkpoint)
     try:
@@ -308,7 +324,7 @@ def examine_onnx(
     Raises:
         InputError: the file is not there or damaged, or onnx is not installed.
     """
-    path = path.expanduser()
+    path = as_path(path)
     _check_onnx(path, checkpoint)
     from attnrewrite.frontends.onnx_file import examine_file
 
@@ -340,58 +356,22 @@ def _from_factory(spec: str, checkpoint: str | None) -> Source:
     return replace(loaded, origin=Origin(f"{path.absolute()}:{name}", _absolute(checkpoint)))
 
 
-def _check_runs(source: Source, size: Size | None) -> None:
-    """Raise InputError where the model does not take its example inputs."""
+def _check_exported_for(source: Source, size: Size | None, *, given: bool) -> None:
+    """Raise InputError where a program was exported for other images, or takes other inputs than those `given`."""
+    assert source.program is not None
     first = source.example_inputs[0]
-    if source.program is not None:
-        known = tuple((source.program.example_inputs or ((first,), {}))[0][0].shape[1:])
-        if size is not None and size != known:
-            raise InputError(f"{source.name} was exported for images of {format_size(known)}, not {format_size(size)}")
-        return
-    assert source.model is not None
-    try:
-        with torch.no_grad():
-            source.model(*source.example_inputs)
-    except Exception as error:  # a model refuses an input in its own words
-        reason, shape = first_line(error), format_size(first.shape[1:])
-        raise InputError(
-            f"{source.name} does not take an input of {shape} ({reason}): "
-            f"{_way_out(source.model, source.example_inputs, reason)}"
-        ) from error
-
-
-def _reads_tokens(model: nn.Module) -> bool:
-    return next(iter(inspect.signature(model.forward).parameters), "") in ("input_ids", "token_ids")
-
-
-def _way_out(model: nn.Module, inputs: tuple[Tensor, ...], reason: str) -> str:
-    """What else to give a model that refuses `inputs`: more of them, another type, tokens, or another size."""
-    named = inspect.signature(model.forward).parameters.values()
-    plain = [each for each in named if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    needed = [each.name for each in plain if each.default is each.empty]
-    if len(needed) > len(inputs):
-        listed = ", ".join(needed)
-        return f"its forward takes {len(needed)} inputs ({listed}); in Python, give all of them as example_inputs"
-    if inputs[0].is_floating_point() and ("indices" in reason or _reads_tokens(model)):
-        return TEXT
-    used = next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs[0].dtype)
-    if used != inputs[0].dtype and inputs[0].is_floating_point():
-        own, given = (str(each).removeprefix("torch.") for each in (used, inputs[0].dtype))
-        return (
-            f"it computes in {own} and was given {given}; convert model.float(), or give {own} example_inputs in Python"
-        )
-    return "give another --input-size"
-
-
-def _example(size: Size) -> tuple[Tensor, ...]:
-    return (torch.randn(1, *size, generator=torch.Generator().manual_seed(0)),)
+    known = tuple((source.program.example_inputs or ((first,), {}))[0][0].shape[1:])
+    if size is not None and size != known:
+        raise InputError(f"{source.name} was exported for images of {format_size(known)}, not {format_size(size)}")
+    if given:
+        require_runs(source.name, source.program.module(), source.example_inputs)
 
 
 def _checkpoint_path(checkpoint: str, name: str) -> Path:
     if checkpoint == PRETRAINED:
         raise InputError(f"{name} has no published weights: give --checkpoint FILE")
-    return Path(checkpoint).expanduser()
+    return as_path(checkpoint)
 
 
 def _absolute(checkpoint: str | None) -> str | None:
-    return checkpoint if checkpoint in (None, PRETRAINED) else str(Path(checkpoint).expanduser().absolute())
+    return checkpoint if checkpoint in (None, PRETRAINED) else str(as_path(checkpoint).absolute())

@@ -1,21 +1,21 @@
 """Images in: a folder, an .npz or an iterable of tensors, given out as the model's inputs, batch by batch."""
 
 import hashlib
+import logging
 import math
-import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnrewrite.errors import InputError
-from attnrewrite.files import check_file
-from attnrewrite.images.decode import PICTURES, DamagedError, check_picture, is_whole, named, read_picture
+from attnrewrite.errors import InputError, short
+from attnrewrite.files import as_path
+from attnrewrite.images.decode import PICTURES, DamagedError, check_picture, named, read_picture
+from attnrewrite.images.npz import read_npz
 from attnrewrite.images.preprocessing import Preprocessing, Size, format_size, image_size, way_to_fit
 
 DECODED_BYTES = 512 << 20  # the most that pictures kept decoded may take: 3,566 of 3x224x224
@@ -39,8 +39,8 @@ class Pixels(Protocol):
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         """Raise InputError where these images cannot be read as inputs of `size`."""
 
-    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "Pixels":
-        """The same images, seen to be whole, and in memory where `Images.decoded` says so."""
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "tuple[Pixels, np.ndarray]":
+        """The images that are whole, in memory where `Images.decoded` says so, and their numbers among these."""
 
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
         """All of them as the model takes them: float32 [N, *size], unless `preprocessing` says otherwise."""
@@ -49,7 +49,8 @@ class Pixels(Protocol):
 @dataclass(frozen=True)
 class Images:
     """Images and, where known, their labels [N]. `classes` are the names of the labels, if the data names them;
-    `skipped` the files that were left out as damaged."""
+    `skipped` the files that were left out as damaged, which are known when the pictures are decoded.
+    """
 
     x: Pixels
     y: np.ndarray | None = None
@@ -75,7 +76,8 @@ class Images:
         return _hash(self.x.digest().encode(), labels)
 
     def decoded(self, preprocessing: Preprocessing | None, input_size: Size) -> "Images":
-        """The same images, each picture file read to its end, once.
+        """The same images, each picture file read to its end, once; without the damaged ones, where `load_images` was
+        told to leave those out, which is logged.
 
         Where all of them take at most DECODED_BYTES as uint8 [N, H, W, C] at `input_size`, that is what is kept, and no
         file is opened again; where they take more, files stay files, which are decoded again when they are read.
@@ -84,7 +86,17 @@ class Images:
             InputError: `check` raises it, or files are damaged: the message names the first of them.
         """
         self.check(preprocessing, input_size)
-        return replace(self, x=self.x.decoded(preprocessing, input_size))
+        pixels, whole = self.x.decoded(preprocessing, input_size)
+        if not isinstance(self.x, Files) or len(whole) == len(self):
+            return replace(self, x=pixels)
+        skipped = tuple(np.delete(np.array(self.x.paths, object), whole))
+        told = f"{len(skipped)} of {len(self)} images are damaged and left out: {named(skipped)}"
+        logging.getLogger("attnrewrite").warning("%s: %s", self.x.name, told)
+        return replace(self, x=pixels, y=None if self.y is None else self.y[whole], skipped=skipped)
+
+    def whole(self, preprocessing: Preprocessing | None, input_size: Size) -> "Images":
+        """The images without the damaged ones, where those are to be left out; `decoded` finds which they are."""
+        return self.decoded(preprocessing, input_size) if isinstance(self.x, Files) and self.x.skip_bad else self
 
     def check(self, preprocessing: Preprocessing | None, input_size: Size) -> None:
         """Raise InputError where the images do not fit `input_size` (C, H, W), or `preprocessing` is missing."""
@@ -140,8 +152,8 @@ class Array:
             )
         _need(preprocessing, self.name)
 
-    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "Array":
-        return self
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "tuple[Array, np.ndarray]":
+        return self, np.arange(len(self))
 
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
         values = self.values if self.chosen is None else self.values[self.chosen]
@@ -151,10 +163,11 @@ class Array:
 
 @dataclass(frozen=True)
 class Files:
-    """Image files, read when they are asked for."""
+    """Image files, read when they are asked for. `skip_bad`: those that turn out to be damaged are to be left out."""
 
     paths: tuple[Path, ...]
     name: str
+    skip_bad: bool = False
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -176,11 +189,12 @@ class Files:
             )
         _need(preprocessing, self.name)
 
-    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "Files | Array":
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "tuple[Files | Array, np.ndarray]":
         transform = _need(preprocessing, self.name)
         channels, height, width = size
         keeps = len(self) * math.prod(size) <= DECODED_BYTES
         kept = np.empty((len(self) if keeps else 0, height, width, channels), np.uint8)
+        whole: list[int] = []
         damaged = []
         for index, path in enumerate(self.paths):
             try:
@@ -189,13 +203,17 @@ class Files:
                 damaged.append(path)
                 continue
             if keeps:
-                kept[index] = pixels
-        if damaged:
+                kept[len(whole)] = pixels
+            whole.append(index)
+        if not whole:
+            raise InputError(f"{self.name}: all {len(self)} images are damaged")
+        if damaged and not self.skip_bad:
             raise InputError(
                 f"{self.name}: {len(damaged)} of {len(self)} images are damaged ({named(damaged)}): "
                 "mend them, remove them, or leave them out with --skip-bad"
             )
-        return Array(kept, self.name) if keeps else self
+        indices = np.array(whole)
+        return Array(kept[: len(whole)], self.name) if keeps else replace(self[indices], skip_bad=False), indices
 
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
         transform = _need(preprocessing, self.name)
@@ -227,8 +245,8 @@ class Inputs:
         if self.size != size:
             raise InputError(f"the tensors are of {format_size(self.size)} and the model takes {format_size(size)}")
 
-    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "Inputs":
-        return self
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "tuple[Inputs, np.ndarray]":
+        return self, np.arange(len(self))
 
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
         return self.values.float()
@@ -248,14 +266,14 @@ def load_images(data: "str | Path | Images | Iterable", skip_bad: bool = False) 
     An `.npz` holds `x` uint8 [N, H, W] or [N, H, W, C] and optionally integer labels `y` [N]. An iterable (a list, a
     tensor, a DataLoader) gives tensors, or (tensor, label) pairs: float ones [C, H, W] or [B, C, H, W] are the model's
     inputs as they stand, uint8 ones are pictures to be normalised. Raises InputError for what cannot be read; with
-    `skip_bad`, damaged files of a folder are left out instead, and named in `skipped`.
+    `skip_bad`, damaged files of a folder are left out instead, when they are decoded.
     """
     if isinstance(data, Images):
         return data
     if isinstance(data, str | Path):
-        path = Path(data).expanduser()
+        path = as_path(data)
         if path.is_dir():
-            return _whole(_from_folder(path)) if skip_bad else _checked(_from_folder(path))
+            return _from_folder(path, skip_bad)
         if path.suffix == ".npz":
             return _from_npz(path)
         problem = "is neither" if path.exists() else "does not exist"
@@ -267,7 +285,7 @@ def load_images(data: "str | Path | Images | Iterable", skip_bad: bool = False) 
     raise InputError(f"a {type(data).__name__} is no images: give a folder, an .npz or an iterable of tensors")
 
 
-def _from_folder(folder: Path) -> Images:
+def _from_folder(folder: Path, skip_bad: bool) -> Images:
     try:
         below = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
         flat = [path for path in below if path.suffix.lower() in PICTURES]
@@ -280,43 +298,17 @@ def _from_folder(folder: Path) -> Images:
         raise InputError(f"{folder} holds both images and folders of images: which labels are meant is not clear")
     if not flat and not paths:
         raise InputError(f"{folder} holds no images ({', '.join(PICTURES)}), neither in it nor one folder below")
-    if flat:
-        return Images(Files(tuple(flat), str(folder)))
-    labels = np.repeat(np.arange(len(classes)), [len(each) for each in found])
-    return Images(Files(tuple(paths), str(folder)), labels, tuple(path.name for path in classes))
-
-
-def _checked(images: Images) -> Images:
-    assert isinstance(images.x, Files)
-    for path in images.x.paths:
+    for path in () if skip_bad else flat or paths:
         check_picture(path)
-    return images
-
-
-def _whole(images: Images) -> Images:
-    """The images that can be read to their end, which is tried for each."""
-    assert isinstance(images.x, Files)
-    whole = np.array([is_whole(path) for path in images.x.paths])
-    if not whole.any():
-        raise InputError(f"{images.x.name}: all {len(whole)} images are damaged")
-    bad = tuple(path for path, good in zip(images.x.paths, whole, strict=True) if not good)
-    return replace(images.take(np.flatnonzero(whole)), skipped=bad)
+    if flat:
+        return Images(Files(tuple(flat), str(folder), skip_bad))
+    labels = np.repeat(np.arange(len(classes)), [len(each) for each in found])
+    return Images(Files(tuple(paths), str(folder), skip_bad), labels, tuple(path.name for path in classes))
 
 
 def _from_npz(path: Path) -> Images:
-    check_file(path, ".npz")
-    try:
-        if not zipfile.is_zipfile(path):
-            raise zipfile.BadZipFile
-        with np.load(path, allow_pickle=False) as archive:
-            content = {name: archive[name] for name in archive.files if name in ("x", "y")}
-            names = archive.files
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        reason = "it holds pickled objects" if "pickle" in str(error).lower() else "it is truncated or not an .npz"
-        raise InputError(f"{path} could not be read: {reason}; save it with numpy.savez(file, x=..., y=...)") from error
-    if "x" not in content:
-        raise InputError(f"{path} has no array 'x' (it has {', '.join(names) or 'none'}): save the images as x=")
-    return Images(_array(content["x"], str(path)), _labels(content.get("y"), len(content["x"]), str(path)))
+    x, y = read_npz(path)
+    return Images(_array(x, str(path)), _labels(y, len(x), str(path)))
 
 
 def _array(values: np.ndarray, name: str) -> Array:
@@ -343,10 +335,10 @@ def _from_iterable(data: Iterable) -> Images:
     images, labels = [], []
     for item in data:
         image, label = item if isinstance(item, tuple | list) and len(item) == 2 else (item, None)
-        if not isinstance(image, Tensor) or image.dim() not in (3, 4):
+        if not isinstance(image, Tensor) or image.dim() not in (3, 4) or image.is_meta or image.layout != torch.strided:
             raise InputError(f"an iterable of images gives tensors [C, H, W] or [B, C, H, W], not {_kind(image)}")
         images.append(image if image.dim() == 4 else image[None])
-        labels += [] if label is None else torch.as_tensor(label).reshape(-1).tolist()
+        labels += [] if label is None else _numbers(label)
     if not images:
         raise InputError("the iterable of images is empty")
     if len({(image.shape[1:], image.dtype) for image in images}) > 1:
@@ -357,10 +349,23 @@ def _from_iterable(data: Iterable) -> Images:
         return Images(_array(values.permute(0, 2, 3, 1).numpy(), "the iterable"), y)
     if not values.is_floating_point():
         raise InputError(f"an iterable of images gives uint8 or float tensors, not {values.dtype}")
+    if not bool(values.isfinite().all()):
+        where = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
+        raise InputError(f"image {where} of the iterable holds NaN or infinity: leave it out")
     return Images(Inputs(values), y)
 
 
+def _numbers(label: object) -> list[Any]:
+    """The label of an image, or those of a batch."""
+    try:
+        return torch.as_tensor(label).reshape(-1).tolist()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"a label of the iterable is {short(label)}: labels are numbers of classes") from error
+
+
 def _kind(value: object) -> str:
+    if isinstance(value, Tensor) and value.dim() in (3, 4):
+        return "one that is sparse, or on the meta device"
     return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 

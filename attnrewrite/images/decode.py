@@ -45,6 +45,8 @@ def is_whole(path: Path) -> bool:
 
 def _opened(path: Path) -> Image.Image:
     """The picture, before its pixels are read. Raises InputError where they are no bytes: Pillow would clip them."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is a pipe or a device")
     picture = Image.open(path)
     if picture.mode.startswith(("I", "F")):
         picture.close()

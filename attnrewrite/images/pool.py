@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -12,53 +13,71 @@ from torch.fx import GraphModule
 
 from attnrewrite.images.dataset import Images
 from attnrewrite.images.preprocessing import Preprocessing, Size
+from attnrewrite.images.several import Several
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Images as the model's inputs, in batches of exactly `batch_size`: the last one is filled up from the first."""
+    """Images as the model's inputs, in batches of `batch_size`. The last batch is shorter, or `filled` up from the
+    first images, for a model that takes one batch size only. No batch reaches over the number of an image in `parts`.
+    """
 
     images: Images
     preprocessing: Preprocessing | None
     input_size: Size
     batch_size: int
+    filled: bool = False
+    parts: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         """How many batches there are."""
-        return -(-len(self.images) // self.batch_size)
+        return len(self.bounds)
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """The first image of each batch, and the one after its last."""
+        edges = (0, *self.parts, len(self.images))
+        return tuple(
+            (start, min(start + self.batch_size, last))
+            for first, last in pairwise(edges)
+            for start in range(first, last, self.batch_size)
+        )
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the images, their labels and order, and of how they are read and batched."""
-        how = (self.preprocessing, self.input_size, self.batch_size)
+        """A hash of the images, their labels and order, and of how they are read. Batches change nothing."""
+        how = (self.preprocessing, self.input_size)
         return hashlib.blake2b(f"{self.images.digest()} {how}".encode(), digest_size=16).hexdigest()
 
     def take(self, indices: np.ndarray) -> "Pool":
         """The images at `indices` [n] alone, in that order."""
-        return replace(self, images=self.images.take(indices))
+        return replace(self, images=self.images.take(indices), parts=())
 
-    def batch(self, index: int) -> Tensor:
-        """Batch `index`, float32 [batch_size, C, H, W]."""
-        start = index * self.batch_size
-        return self.draw(torch.arange(start, start + self.batch_size) % len(self.images))
+    def batch(self, index: int) -> tuple[Tensor, ...]:
+        """The inputs of batch `index`: float32 [batch_size, C, H, W], of a model that takes pictures."""
+        start, stop = self.bounds[index]
+        numbers = torch.arange(start, start + self.batch_size if self.filled else stop)
+        return self.draw(torch.where(numbers < stop, numbers, (numbers - stop) % len(self.images)))
 
-    def draw(self, indices: Tensor) -> Tensor:
-        """The images at `indices` [b], as float32 [b, C, H, W]."""
-        return self.images.x[indices.numpy()].read(self.preprocessing, self.input_size)
+    def draw(self, indices: Tensor) -> tuple[Tensor, ...]:
+        """The inputs for the images at `indices` [b]."""
+        chosen = self.images.x[indices.numpy()]
+        return chosen.values if isinstance(chosen, Several) else (chosen.read(self.preprocessing, self.input_size),)
 
     @torch.no_grad()
     def outputs(self, model: GraphModule, device: str) -> Tensor:
         """What `model` makes of every image, float64 [images, ...]."""
-        return self.joined(first_tensor(model(self.batch(index).to(device))) for index in range(len(self)))
+        batches = (self.batch(index) for index in range(len(self)))
+        return self.joined(first_tensor(model(*(each.to(device) for each in inputs))) for inputs in batches)
 
     def joined(self, outputs: Iterable[Tensor]) -> Tensor:
         """The outputs of every batch in order as one tensor, in float64: each image once, without those that filled up
-        the last batch, where the output's first axis is the batch's.
+        a batch, where the output's first axis is the batch's.
         """
         found = []
-        for index, output in enumerate(outputs):
-            left = len(self.images) - index * self.batch_size
-            found.append(output[:left] if output.shape[:1] == (self.batch_size,) else output)
+        for (start, stop), output in zip(self.bounds, outputs, strict=True):
+            size = self.batch_size if self.filled else stop - start
+            found.append(output[: stop - start] if output.shape[:1] == (size,) else output)
         return torch.cat(found).double()
 
 

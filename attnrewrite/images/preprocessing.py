@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from attnrewrite.errors import InputError
 
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "lanczos")
 Size = tuple[int, int, int]  # channels, height, width
+LARGEST_INPUT = 1 << 28  # numbers in one image, a gigabyte of float32: no attention takes more
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,13 @@ def is_channels_last(shape: Sequence[int]) -> bool:
 
 
 def image_size(shape: Sequence[int]) -> Size:
-    """(channels, height, width) of a batch of images, [B, C, H, W] or [B, H, W, C]."""
+    """(channels, height, width) of a batch of images, [B, C, H, W] or [B, H, W, C].
+
+    Raises:
+        InputError: the shape is of something else.
+    """
+    if len(shape) != 4:
+        raise InputError(f"an input of {list(shape)} is no batch of images [B, C, H, W]: the model takes no images")
     return parse_size((shape[3], shape[1], shape[2]) if is_channels_last(shape) else shape[1:])
 
 
@@ -89,7 +97,7 @@ def channel_values(name: str, value: object) -> tuple[float, ...]:
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else (value,)
     try:
         values = tuple(float(part) for part in parts)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InputError(
             f"--{name} {value!r} is not a number or numbers divided by commas, such as 0.5,0.5,0.5"
         ) from None
@@ -103,13 +111,18 @@ def channel_values(name: str, value: object) -> tuple[float, ...]:
 def parse_size(size: str | Sequence[int]) -> Size:
     """'3x224x224', '224' (three channels, square) or (3, 224, 224) -> (channels, height, width)."""
     if isinstance(size, str):
-        numbers = [int(part) for part in re.split("[x×,]", size)] if re.fullmatch(r"\d+([x×,]\d+)*", size) else []
+        parts = re.split("[x×,]", size)
+        numbers = [int(part) for part in parts] if all(re.fullmatch("[0-9]{1,9}", part) for part in parts) else []
     else:
-        numbers = list(size)
+        given = size if isinstance(size, Sequence) else (size,)
+        numbers = [int(part) for part in given if isinstance(part, Integral) and not isinstance(part, bool)]
+        numbers = numbers if len(numbers) == len(given) else []
     if len(numbers) == 1:
         numbers = [3, numbers[0], numbers[0]]
     if len(numbers) != 3 or min(numbers) < 1:
         raise InputError(f"input size {size!r} is not CHANNELSxHEIGHTxWIDTH, such as 3x224x224")
+    if math.prod(numbers) > LARGEST_INPUT:
+        raise InputError(f"input size {size!r} is of more than {LARGEST_INPUT:,} numbers: give a smaller one")
     return numbers[0], numbers[1], numbers[2]
 
 

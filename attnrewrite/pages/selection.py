@@ -22,7 +22,7 @@ class Mark:
     chosen: bool
     holds: bool
     replaced: int
-    told: str
+    label: str
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ def _cost(point: Mapping[str, Any]) -> float:
 def _mark(point: Mapping[str, Any], x: Axis, y: Axis) -> Mark:
     lost = point["points"]
     bound = point.get("bound", lost)
-    told = f"{point['kind']}: {point['replaced']} sites, {_cost(point):.2f} of the cost, {lost:.2f} points"
-    told += "" if bound == lost else f", at most {bound:.2f}"
+    label = f"{point['kind']}: {point['replaced']} sites, {_cost(point):.2f} of the cost, {lost:.2f} points"
+    label += "" if bound == lost else f", at most {bound:.2f}"
     return Mark(
         x.place(_cost(point)), y.place(lost), y.place(bound), point["kind"], point.get("chosen", False),
-        point.get("holds", True), point["replaced"], told,
+        point.get("holds", True), point["replaced"], label,
     )  # fmt: skip
 
 

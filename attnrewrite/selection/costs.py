@@ -1,4 +1,6 @@
-"""What each candidate costs at each site: timed on the target where this machine can, else a count of multiply-adds."""
+"""What each candidate costs at each site: timed on the target where this machine can, else by the target's own model
+of its device's costs, else a count of multiply-adds.
+"""
 
 import copy
 import math
@@ -6,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor, nn
 
@@ -39,7 +41,7 @@ class Costs:
     """
 
     status: Literal["measured", "estimated"]
-    unit: Literal["ms", "multiply-adds"]
+    unit: Literal["ms", "multiply-adds", "estimated time"]
     how: str
     whole: float
     sites: Mapping[str, tuple[float, ...]]
@@ -98,10 +100,48 @@ def measured(timer: Timer, extraction: Extraction, candidates: Sequence[Variant]
     """Each site's module by itself, with softmax and with every candidate, on what it reads for the example input; and
     the whole original. All take turns. Sites of the same sizes share their times.
     """
+    ready, names = _ready(timer.prepare, extraction, candidates, execution)
+    found = measure(ready, repeats=ROUNDS, budget_s=BUDGET_S, progress=partial(execution.report, "measure"))
+    how = f"median times on {timer.target} ({timer.runtime}), each site's module by itself, all in turns"
+    times = {name: latency.p50_ms for name, latency in found.items()}
+    return Costs("measured", "ms", how, times[WHOLE], _columns(names, times))
+
+
+def priced(
+    target: Target, extraction: Extraction, candidates: Sequence[Variant], execution: Execution, why: str
+) -> Costs | None:
+    """The same modules by the target's own model of its device's costs; None where it has none. `why` says why they are
+    not timed.
+    """
+    if type(target).price is Target.price or target.availability().build is not None:
+        return None
+
+    def price(module: nn.Module, inputs: tuple[Tensor, ...]) -> float:
+        found = target.price(module, inputs)
+        assert found is not None
+        return found
+
+    prices, names = _ready(price, extraction, candidates, execution)
+    how = f"the estimate of {target.name}, each site's module by itself; {why}"
+    return Costs("estimated", "estimated time", how, prices[WHOLE], _columns(names, prices))
+
+
+Found = TypeVar("Found")
+
+
+def _ready(
+    prepare: Callable[[nn.Module, tuple[Tensor, ...]], Found],
+    extraction: Extraction,
+    candidates: Sequence[Variant],
+    execution: Execution,
+) -> tuple[dict[str, Found], dict[str, list[str | None]]]:
+    """What `prepare` makes of the whole original and of each site's module with softmax and with every candidate, by
+    names that sites of the same sizes share; and these names for each site, None where a candidate does not stand.
+    """
     with recorded(extraction.teacher) as calls:
         extraction.teacher(*extraction.example)
     modules = rewritten_sites(extraction.teacher)
-    ready: dict[str, Call] = {WHOLE: timer.prepare(extraction.original, extraction.example)}
+    ready = {WHOLE: prepare(extraction.original, extraction.example)}
     names: dict[str, list[str | None]] = {}
     for done, site in enumerate(extraction.sites, 1):
         given = calls[site.id][0]
@@ -112,29 +152,32 @@ def measured(timer: Timer, extraction: Extraction, candidates: Sequence[Variant]
                 continue
             name = f"{number} at {_sizes(site, given)}"
             if name not in ready:
-                call = _prepared(timer, modules[site.id], site, variant, given)
-                if call is not None:
-                    ready[name] = call
+                made = _prepared(prepare, modules[site.id], site, variant, given)
+                if made is not None:
+                    ready[name] = made
             names[site.id].append(name if name in ready else None)
         execution.report("build", done, len(extraction.sites))
-    found = measure(ready, repeats=ROUNDS, budget_s=BUDGET_S, progress=partial(execution.report, "measure"))
-    columns = {
-        site: tuple(math.inf if name is None else found[name].p50_ms for name in row) for site, row in names.items()
-    }
-    how = f"median times on {timer.target} ({timer.runtime}), each site's module by itself, all in turns"
-    return Costs("measured", "ms", how, found[WHOLE].p50_ms, columns)
+    return ready, names
+
+
+def _columns(names: Mapping[str, list[str | None]], costs: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
+    return {site: tuple(math.inf if name is None else costs[name] for name in row) for site, row in names.items()}
 
 
 def _prepared(
-    timer: Timer, module: SiteModule, site: AttentionSite, variant: Variant | None, given: tuple[Tensor, ...]
-) -> Call | None:
-    """The site's module with `variant` (softmax: None), ready to run; None where the runtime cannot take it."""
+    prepare: Callable[[nn.Module, tuple[Tensor, ...]], Found],
+    module: SiteModule,
+    site: AttentionSite,
+    variant: Variant | None,
+    given: tuple[Tensor, ...],
+) -> Found | None:
+    """The site's module with `variant` (softmax: None), prepared; None where the target cannot take it."""
     alone = copy.deepcopy(module).eval()
     if variant is not None:
         alone.form = variant.build(site).eval()
     alone.deploy()
     try:
-        return timer.prepare(alone, given)
+        return prepare(alone, given)
     except AttnRewriteError:
         if variant is None:
             raise

@@ -36,7 +36,8 @@ def cross_fitted(
                 extraction.original, teacher, student, *split(images.take(fitting)), execution, processes
             )
             Fit(name="fit for the selection").run(given)
-            found = images.take(measuring).outputs(student, processes.device)
+            batch = given.measuring.batch_size  # what memory has room for
+            found = replace(images.take(measuring), batch_size=batch).outputs(student, processes.device)
         outputs |= dict(zip(measuring.tolist(), found.cpu(), strict=True))
     return torch.stack([outputs[index] for index in range(len(images.images))])
 

@@ -1,7 +1,7 @@
 """What a selection measures: candidates alone, their costs, whole choices. What takes long is kept for a restart."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnrewrite.calibration.processes import Processes, placed
 from attnrewrite.calibration.resume import State, resume_key
+from attnrewrite.calibration.room import sized
 from attnrewrite.calibration.stage import StageInput
 from attnrewrite.errors import InputError
 from attnrewrite.evaluation.accuracy import check_classes
@@ -18,7 +19,7 @@ from attnrewrite.images.pool import Pool
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Execution
-from attnrewrite.selection.costs import Costs, Timer, estimated, measured, timer_of
+from attnrewrite.selection.costs import Costs, Timer, estimated, measured, priced, timer_of
 from attnrewrite.selection.cross_fit import cross_fitted
 from attnrewrite.selection.loss_bound import Loss, LossMeter
 from attnrewrite.selection.problem import Auto, Extraction, described
@@ -28,7 +29,6 @@ from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
 
 SCAN_FITTED, SCAN_HELD_OUT = 160, 256  # how many images fit a candidate that stands alone, and how many measure it
-SCAN_BATCHES = 5  # of the fitted ones: as many as the fit needs to choose its ridge
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,10 @@ class Measurements:
     @cached_property
     def _original_logits(self) -> Tensor:
         with placed(self.processes.device, self.extraction.original):
-            logits = self.images.outputs(self.extraction.original, self.processes.device).cpu()
+            forward = torch.no_grad()(self.extraction.original.forward)
+            device = self.processes.device
+            images = sized(self.images, "measuring the model", forward, self.execution, device)
+            logits = images.outputs(self.extraction.original, device).cpu()
         if logits.dim() != 2 or logits.shape[1] < 2:
             raise InputError(
                 f"--variant auto measures how often the class changes, and the output of {self.extraction.name} is "
@@ -97,9 +100,7 @@ class Measurements:
         indices = np.arange(count)
         fitting = indices[: min(SCAN_FITTED, max(1, count // 2))]
         measuring = indices[count // 2 :][:SCAN_HELD_OUT]
-        batch = self.extraction.fixed_batch or min(self.images.batch_size, max(1, len(fitting) // SCAN_BATCHES))
-        pool = replace(self.images, batch_size=batch)
-        return pool.take(fitting), pool.take(measuring), measuring
+        return self.images.take(fitting), self.images.take(measuring), measuring
 
     @cached_property
     def timer(self) -> Timer | str:
@@ -119,7 +120,10 @@ class Measurements:
 
     def _costs(self) -> Costs:
         if isinstance(self.timer, str):
-            return estimated(self.extraction, self.auto.candidates, self.timer)
+            target = None if self.auto.budget.target is None else get_target(self.auto.budget.target)
+            asked = self.extraction, self.auto.candidates
+            prices = None if target is None else priced(target, *asked, self.execution, self.timer)
+            return prices or estimated(*asked, self.timer)
         return measured(self.timer, self.extraction, self.auto.candidates, self.execution)
 
     def loss(self, standing: Mapping[str, Variant]) -> Loss:
@@ -155,7 +159,7 @@ class Measurements:
     def _kept(self, name: str, find: Callable[[], Any]) -> Any:
         """What `find` found, now or before an interruption: for this model, these images, and what was asked."""
         file = f"selection {resume_key([], name)}"
-        key = resume_key([self._original_logits, *self.extraction.teacher.state_dict().values()], *self._asked(), name)
+        key = resume_key(self.extraction.teacher.state_dict().values(), *self._asked(), name)
         owner, state = self.processes.rank == 0, State(self.execution.state)
         found = self.processes.from_owner(state.load(file, key) if owner else None, 0)
         if found is None:

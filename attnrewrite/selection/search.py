@@ -1,6 +1,8 @@
-"""Searching under a budget: what is solved with predicted losses is measured, and changed until the budget holds.
+"""Search under a budget: solve the assignment with predicted losses, measure it, and tighten until the budget holds.
 
-Predicted losses add up over the sites, which true ones do not: sums predict well while they are small, and badly above.
+Predicted losses are additive over the sites and true losses are not: their sum is a good prediction while it is small
+and a poor one above. So each assignment that the knapsack proposes is converted and measured, and the limit on the
+predicted sum moves by bisection.
 """
 
 import math
@@ -10,17 +12,17 @@ from dataclasses import dataclass
 from attnrewrite.selection.knapsack import Choice, Table
 from attnrewrite.selection.loss_bound import Loss
 
-ROUNDS = 10  # conversions that are measured at most
-EAGER = 1.5  # how far the first one goes beyond what is predicted to hold
-CLOSE = 1.2  # limits nearer than this are not told apart
-FAR = 100.0  # a limit that holds is taken to be at least this part of one that fails
-LEAST = 0.002  # by how much a limit on the cost is lowered at least
-OFF = 1.25  # a true loss so many times the predicted one is not what was predicted
+ROUNDS = 10  # conversions measured, at most
+OVERSHOOT = 1.5  # the first limit, as a multiple of the one expected to hold
+CONVERGED = 1.2  # bisection ends when the failing limit is within this factor of the holding one
+SPAN = 100.0  # bisection starts no lower than the failing limit divided by this
+MIN_STEP = 0.002  # a limit on the cost is lowered by at least this
+MISPREDICTED = 1.25  # a true loss above this multiple of the predicted one rejects the prediction
 
 
 @dataclass(frozen=True)
 class Step:
-    """A choice that was measured: the loss it was predicted, what it lost on held-out images, and whether it held."""
+    """A measured choice: predicted loss, loss on held-out images, whether the budget holds, and cost ratio if timed."""
 
     choice: Choice
     predicted: float
@@ -33,21 +35,21 @@ Losing = Callable[[Choice], Loss]
 
 
 def within_drop(table: Table, budget: float, expected: float, losing: Losing, known: Sequence[Step] = ()) -> list[Step]:
-    """Look for the lowest price whose bound is at most `budget` points; every choice that was measured, in order, after
-    those `known`.
+    """Minimise the price subject to a loss bound of at most `budget` points.
 
-    `expected` is the loss (as the table has it) at which the budget is expected to be spent. The first choice goes a
-    little beyond. While none has held, the next is allowed at most the loss that would be left were the worst site
-    given back to softmax, and less where the bound is far off; the program may then swap candidates instead. Between
-    one that holds and one that does not, the limit is halved until they are close. No choice that replaces nothing is
-    measured.
+    `expected` is the predicted loss (in the table's units) at which the budget is expected to be spent; the first limit
+    is OVERSHOOT times that. While no choice has held, the limit drops to what remains with the worst site returned to
+    softmax, or lower where the bound is far off; the knapsack may then swap candidates instead. Once one choice holds
+    and one fails, the limit is bisected (geometrically) between them. A choice that replaces nothing is not measured.
+
+    Returns every measured choice in order, `known` ones first.
     """
     measured = {step.choice: step for step in known}
     holding = max((step.predicted for step in known if step.holds), default=0.0)
     failing = min((step.predicted for step in known if step.predicted > holding), default=math.inf)
-    limit = _between(holding, failing) if holding else max(EAGER * expected, table.least_loss)
+    limit = _between(holding, failing) if holding else max(OVERSHOOT * expected, table.least_loss)
     everything = table.cheapest(math.inf)
-    while len(measured) < len(known) + ROUNDS and failing > CLOSE * holding:
+    while len(measured) < len(known) + ROUNDS and failing > CONVERGED * holding:
         choice = table.cheapest(limit)
         if choice is None or not any(choice):
             break
@@ -66,19 +68,19 @@ def within_drop(table: Table, budget: float, expected: float, losing: Losing, kn
 
 
 def _between(holding: float, failing: float) -> float:
-    """The next limit to try: twice what holds while nothing fails, else between the two."""
-    return 2 * holding if math.isinf(failing) else math.sqrt(max(holding, failing / FAR) * failing)
+    """The next limit: twice the holding one while nothing has failed, else the geometric mean of the two."""
+    return 2 * holding if math.isinf(failing) else math.sqrt(max(holding, failing / SPAN) * failing)
 
 
 def _given_back(table: Table, step: Step, budget: float) -> float:
-    """The next limit after a choice that fails, while none has held."""
+    """The next limit after a failing choice while none has held."""
     at_most = max(step.predicted * budget / step.loss.bound, step.predicted / 2)
     less = min(table.without_worst(step.choice), at_most)
     return max(less, table.least_loss) if table.least_loss < step.predicted else less
 
 
 def most_sites(table: Table) -> Table:
-    """The same losses with other prices: the more sites are replaced the better, and then the closer."""
+    """The same losses with prices that maximise the number of replaced sites, ties broken by the lower loss."""
     most = 1 + sum(max(filter(math.isfinite, column)) for column in table.loss)
     price = tuple(
         tuple((-1.0 if number else 0.0) + (loss / (2 * most) if math.isfinite(loss) else 0.0)
@@ -89,19 +91,21 @@ def most_sites(table: Table) -> Table:
 
 
 def cheapest_that_holds(table: Table, steps: list[Step]) -> Step | None:
-    """Of the choices that hold, the one of the lowest price."""
+    """The holding choice of the lowest price."""
     return min((step for step in steps if step.holds), key=lambda step: table.total_price(step.choice), default=None)
 
 
 def within_price(
     table: Table, ratio: float, losing: Losing, timed: Callable[[Choice], float]
 ) -> tuple[list[Step], float]:
-    """Look for the lowest loss at a measured cost of at most `ratio` of the original's; every choice that was measured,
-    and the lowest cost that was seen.
+    """Minimise the loss subject to a measured cost of at most `ratio` of the original's.
 
-    Prices are parts of the original's cost, saved where they are negative; `timed` measures the whole model's ratio,
-    and the limit is lowered by what that is over. Where a true loss is more than OFF times the predicted one, its worst
-    site's candidate is left out, and the search goes on while that finds something closer.
+    Prices are fractions of the original's cost, negative where a choice saves. `timed` measures the whole model's cost
+    ratio; the limit on the predicted price is lowered by what the measurement exceeds it. Where a true loss is more
+    than MISPREDICTED times the predicted one, the candidate of its worst site is removed, and the search continues
+    while it finds a closer choice.
+
+    Returns every measured choice in order, and the lowest cost ratio measured.
     """
     steps: list[Step] = []
     limit, lowest = ratio - 1, math.inf
@@ -112,24 +116,24 @@ def within_price(
         found = timed(choice)
         lowest = min(lowest, found)
         if found > ratio:
-            limit = table.total_price(choice) - max(found - ratio, LEAST)
+            limit = table.total_price(choice) - max(found - ratio, MIN_STEP)
             continue
         loss, predicted = losing(choice), table.total_loss(choice)
         better = all(loss.kl < step.loss.kl for step in steps)
         steps.append(Step(choice, predicted, loss, True, found))
-        if not better or loss.kl <= OFF * predicted:
+        if not better or loss.kl <= MISPREDICTED * predicted:
             break
         table = _without(table, choice)
     return steps, lowest
 
 
 def closest(steps: list[Step]) -> Step | None:
-    """The choice that changes the output least."""
+    """The choice of the lowest divergence from the original."""
     return min(steps, key=lambda step: step.loss.kl, default=None)
 
 
 def _without(table: Table, choice: Choice) -> Table:
-    """The table without the candidate of the choice that loses most."""
+    """The table without the choice's worst candidate."""
     worst = max(range(len(choice)), key=lambda site: table.loss[site][choice[site]])
     column = list(table.loss[worst])
     column[choice[worst]] = math.inf

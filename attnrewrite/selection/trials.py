@@ -6,13 +6,13 @@ block's next branch, from what lies in front of the site; then the rest of the n
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attnrewrite.calibration.fit import Fit, Point, check_finite, fit_points, teacher_heads
-from attnrewrite.calibration.importance import Importance, importance
+from attnrewrite.calibration.fit import Fit, Point, Workplace, check_finite, fit_points, teacher_heads
+from attnrewrite.calibration.importance import Importance
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput, divergence
@@ -41,15 +41,13 @@ def trials(given: StageInput, sites: Sequence[AttentionSite], candidates: Sequen
     """
     by_id = {site.id: site for site in sites}
     points = fit_points(given.student)
-    weights = importance(given.teacher, given.images, given.processes)
+    work = Workplace.of("selection", given, points, streams=3)
     with ExitStack() as stack:
-        teacher, student = (
-            stack.enter_context(Segments(module, given.images, given.processes))
-            for module in (given.teacher, given.student)
-        )
+        teacher, student, weights = stack.enter_context(work.opened())
         # Every process needs the whole output, so that each runs all held-out images.
         alone = Processes(device=given.processes.device)
-        ahead = stack.enter_context(Segments(given.student, given.held_out, alone))
+        held_out = replace(given.held_out, batch_size=work.images.batch_size)
+        ahead = stack.enter_context(Segments(given.student, held_out, alone, work.store()))
         network = _Network(given, teacher, student, ahead, weights)
         done, total = 0, len(by_id) * len(candidates)
         for index, point in enumerate(points):
@@ -115,4 +113,4 @@ class _Network:
         """The network's first output for each held-out image, float64 [images, ...]."""
         end = self.ahead.nodes[-1]
         ran = self.ahead.run(len(self.ahead.nodes), {end})
-        return self.given.held_out.joined(first_tensor(values[end]) for _, values in ran)
+        return self.ahead.images.joined(first_tensor(values[end]) for _, values in ran)

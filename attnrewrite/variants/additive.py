@@ -96,7 +96,9 @@ class AdditiveForm(Form):
         The shifts (biases of the published projections) are SHIFTS times as long as the mean token: beside them the
         normalisation is nearly linear, alpha nearly uniform, and the magnitude of a token is not lost.
         """
-        lengths = torch.stack([self._lengths(heads) for heads in activations()]).mean(0)
+        measured = [(self._lengths(heads), len(heads.query)) for heads in activations()]
+        images = sum(count for _, count in measured)
+        lengths = torch.stack([each * (count / images) for each, count in measured]).sum(0)
         width = self.final.weight.shape[0]
         lengths = lengths * lengths.new_tensor(SHIFTS) * width**-0.5
         self.shift.copy_(lengths.unsqueeze(1).expand(2, width))

@@ -6,7 +6,8 @@ The form itself, a torch module on the heads' queries, keys and values, follows 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from attnrewrite.errors import Refusal
+from attnrewrite.errors import Refusal, first_line
+from attnrewrite.plugins import OWN
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.parts.form import Form, Heads, received, summed_with
 
@@ -61,8 +62,14 @@ class Variant:
 
 
 def refusal_of(variant: Variant, site: AttentionSite) -> Refusal | None:
-    """What `variant` answers at `site`; variants of other packages may answer with a sentence alone."""
-    return as_refusal(variant.refuse(site))
+    """What `variant` answers at `site`; variants of other packages may answer with a sentence alone, or fail."""
+    try:
+        return as_refusal(variant.refuse(site))
+    except Exception as error:
+        if type(variant).__module__.partition(".")[0] == OWN:
+            raise
+        why = f"its variant fails when it is asked ({type(error).__name__}: {first_line(error)}): mend its package"
+        return Refusal("variant-failed", why)
 
 
 def as_refusal(answer: Refusal | str | None) -> Refusal | None:

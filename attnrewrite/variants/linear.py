@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attnrewrite.errors import Refusal
-from attnrewrite.site import AttentionSite
+from attnrewrite.site import AttentionSite, Grid
 from attnrewrite.variants.base import Form, Variant, as_refusal, refuse_unless_plain
 from attnrewrite.variants.parts.exact_prefix import ExactPrefix
 from attnrewrite.variants.parts.local_branch import LocalBranch
@@ -20,15 +20,21 @@ class LinearVariant(Variant):
     exact_prefix: class and register tokens keep exact softmax rows, where there are such tokens.
     local: a depthwise 3x3 branch on the value beside the form.
     approximate: stand at a site whose scores carry a bias, and leave the bias out.
+    grid: what the tokens are where the graph does not tell, such as 14x14+1 (one token before the image).
     """
 
     exact_prefix: bool = True
     local: bool = False
     approximate: bool = False
+    grid: str | None = None
 
     approximation: ClassVar[str] = "leaves it out"
     # The form's refusal of a mask on the keys; None where it weighs keys (parts.key_masks.key_weights)
     no_key_bias: ClassVar[Refusal | None] = Refusal("keys-not-weighed", "has no weights for its keys")
+
+    def __post_init__(self) -> None:
+        if self.grid is not None:
+            Grid.parse(self.grid)
 
     def form(self, site: AttentionSite) -> Form:
         raise NotImplementedError
@@ -42,6 +48,9 @@ class LinearVariant(Variant):
         return None
 
     def refuse(self, site: AttentionSite) -> Refusal | None:
+        if reason := self._refuse_grid(site):
+            return reason
+        site = self._told(site)
         left_out = self.approximate and site.bias in DROPPABLE
         plain = replace(site, bias="none") if left_out or self._weighs_keys(site) else site
         if reason := refuse_unless_plain(plain):
@@ -69,6 +78,7 @@ class LinearVariant(Variant):
         return site.bias_of_keys and self.no_key_bias is None
 
     def build(self, site: AttentionSite) -> Form:
+        site = self._told(site)
         form = self.form(site)
         grid = image_grid(site)
         if self.local and grid:
@@ -78,9 +88,26 @@ class LinearVariant(Variant):
         return form
 
     def multiplies(self, site: AttentionSite) -> int:
+        site = self._told(site)
         exact = self.exact_rows(site) * site.n_keys * (site.head_dim + site.value_dim)
         near = 9 * site.n_queries * site.value_dim if self.local else 0
         return site.windows * (self.form_multiplies(site) + site.heads * (exact + near))
+
+    def _told(self, site: AttentionSite) -> AttentionSite:
+        """The site, on the grid that was told where none is seen."""
+        return site if self.grid is None or site.grid is not None else replace(site, grid=Grid.parse(self.grid))
+
+    def _refuse_grid(self, site: AttentionSite) -> Refusal | None:
+        """Where the grid that was told contradicts what is seen. A grid that is seen of other tokens is not meant."""
+        told = None if self.grid is None else Grid.parse(self.grid)
+        if told is None or site.axis != "token" or (site.grid is not None and site.n_queries != told.tokens):
+            return None
+        if site.n_queries != told.tokens or site.n_keys != told.tokens:
+            counts = f"{site.n_queries} queries and {site.n_keys} keys"
+            return Refusal("grid-of-other-tokens", f"has {counts}, and grid={told} is of {told.tokens} tokens")
+        if site.grid is not None and site.grid != told:
+            return Refusal("other-grid", f"has tokens that are seen to be a grid of {site.grid}, not {told}")
+        return None
 
     def exact_rows(self, site: AttentionSite) -> int:
         """How many of the site's queries keep softmax."""

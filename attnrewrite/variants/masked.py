@@ -215,12 +215,13 @@ class Masked(LinearVariant):
     tolerance: float = 0.1
 
     approximation = "keeps it between neighbours only"
-    no_key_bias = Refusal("far-keys-weighed", "weighs every key beyond the neighbours as a score of nought")
+    no_key_bias = Refusal("far-keys-weighed", "weighs every key beyond the neighbours with a score of zero")
     name = "masked"
     summary = "MaiT: softmax over the scores of 3x3 or 5x5 neighbours, zeros beyond"
     source = "Li et al. 2022, MaiT, equations 2-3 and section 4.3"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.size < SMALLEST or self.size % 2 == 0:
             raise InputError(f"masked: size={self.size} must be odd and at least {SMALLEST}")
         if isinstance(self.heads, int) and self.heads < 1:

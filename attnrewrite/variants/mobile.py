@@ -204,10 +204,13 @@ class Mobile(LinearVariant):
     source = "Yao et al. 2024, Mobile Attention, equations 5-7 and appendix A"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.head_dim < 1:
             raise InputError(f"mobile: head_dim={self.head_dim} must be at least 1")
         if isinstance(self.keep_heads, float) and not 0 < self.keep_heads <= 1:
             raise InputError(f"mobile: keep_heads={self.keep_heads} must lie above 0 and be at most 1")
+        if self.keep_heads == ():
+            raise InputError("mobile: keep_heads=[] keeps none: name at least one head, or the fraction to keep")
 
     def refuse_form(self, site: AttentionSite) -> Refusal | None:
         channels = site.heads * site.head_dim

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
-from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.errors import InputError, required, unknown_name
 from attnrewrite.variants.base import Variant
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -18,6 +18,7 @@ def with_options(variant: type[Variant], options: Mapping[str, Any]) -> Variant:
 
     Raises InputError for an unknown option, or a value of the wrong type or out of range.
     """
+    required("options", options, Mapping)
     kinds = typing.get_type_hints(variant)
     names = {field.name for field in fields(variant)}
     for option in options:

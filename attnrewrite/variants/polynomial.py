@@ -23,6 +23,7 @@ from attnrewrite.variants.parts.ridge import LeastSquares
 from attnrewrite.variants.parts.tensors import as_type, score_scale, wide
 
 RIDGE = 1e-9
+MOST_DEGREES = 32  # 1 / 34! is below what float32 has digits for
 ROWS_PER_IMAGE = 128
 LEAST_LEVEL = -700.0  # of the same, where all keys are masked: float64 ends at 709
 LARGEST_LEVEL = 40.0  # of a row's mean weight, as a logarithm, up to which the fit follows it: float32 ends at 88
@@ -175,10 +176,14 @@ class Polynomial(LinearVariant):
     source = "attnrewrite's own: centred keys, covariance-weighted factors, least-squares polynomial"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rank < 1:
             raise InputError(f"polynomial: rank={self.rank} must be at least 1")
-        if self.degree < 2 or self.degree % 2:
-            raise InputError(f"polynomial: degree={self.degree} must be even and at least 2: odd ones turn negative")
+        if not 2 <= self.degree <= MOST_DEGREES or self.degree % 2:
+            raise InputError(
+                f"polynomial: degree={self.degree} must be even and from 2 to {MOST_DEGREES}: odd ones turn negative, "
+                "and beyond, float32 has no number for the last coefficient, 1 / degree!"
+            )
         if self.max_features is not None and self.max_features < feature_count(1, self.degree):
             least = feature_count(1, self.degree)
             raise InputError(f"polynomial: max_features={self.max_features} is under the {least} of rank 1")

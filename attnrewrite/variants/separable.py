@@ -112,6 +112,7 @@ class Separable(LinearVariant):
     source = "Mehta & Rastegari 2022, Separable Self-attention for Mobile Vision Transformers, equation 2"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.latents < 0:
             raise InputError(f"separable: latents={self.latents} must be at least 1, or 0 for one per head")
 

@@ -9,7 +9,7 @@ one_hot of int64. Shapes are fixed by then, so that a tensor like another is a c
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,14 @@ class Decompose(Pass[ExportedProgram]):
     def ensures(self, before: ExportedProgram, result: PassResult[ExportedProgram]) -> Refusal | None:
         """The same inputs and outputs, and no operator that writes in place."""
         return other_signature(before, result.graph) or writes_in_place(result.graph)
+
+
+def own_decompositions(operators: Iterable[Any]) -> dict[Any, Callable[..., Any]]:
+    """What torch itself writes `operators` out in; those that it does not write out are left out."""
+    wanted = [each for each in operators if isinstance(each, torch._ops.OpOverload)]
+    composite = torch.export.default_decompositions()
+    found: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions(wanted)
+    return found | {each: composite[each] for each in wanted if each in composite}
 
 
 def _operators(program: ExportedProgram) -> Counter[Any]:

@@ -4,6 +4,7 @@ Position biases looked up in a table, masks built by filling zeros, class tokens
 them, and it is among them that compilers find operators they lack.
 """
 
+import itertools
 import operator
 from dataclasses import dataclass
 
@@ -34,8 +35,9 @@ class FoldConstants(Pass[ExportedProgram]):
         assert isinstance(module, fx.GraphModule)
         values = _constant_values(module)
         folded = []
-        for index, node in enumerate(_boundary(values)):
-            name = f"folded_{index}"
+        # A program that was folded before has constants of such names.
+        names = (name for name in map("folded_{}".format, itertools.count()) if not hasattr(module, name))
+        for node, name in zip(_boundary(values), names, strict=False):
             module.register_buffer(name, values[node].contiguous())
             with module.graph.inserting_before(node):
                 node.replace_all_uses_with(module.graph.get_attr(name))

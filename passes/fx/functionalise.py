@@ -1,7 +1,7 @@
 """From an exported program to the graph that the matcher reads: functional, and without what computes nothing."""
 
-import functools
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from attnrewrite.patterns.fx.operators import operator_name
 aten = torch.ops.aten
 
 
-@functools.cache
+@cache
 def product_decompositions() -> dict[Any, Any]:
     """einsum and baddbmm are spelled as the matrix products they are; everything else stays as written."""
     return {aten.einsum.default: einsum_as_product, **torch._decomp.get_decompositions([aten.baddbmm.default])}
@@ -44,14 +44,19 @@ class Functionalise(Pass[ExportedProgram]):
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether an operator stays as it is: known to the matcher, or made of no others. No mutation, no subgraph."""
+    """Whether an operator is read as it is: one that the matcher knows, or a primitive; no mutation, no subgraph."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OperatorBase):
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or writes(node):
         return False
     makes = not any(isinstance(operand.meta.get("val"), Tensor) for operand in node.all_input_nodes)
     known = operator_name(node) in KNOWN or operator_name(node).startswith("_assert")
-    return makes or known or not (node.target in product_decompositions() or node.target._can_decompose())
+    return makes or known or not _is_composite(node.target)
+
+
+def _is_composite(operator: torch._ops.OpOverload) -> bool:
+    """Whether torch defines the operator by others only, so that writing it out may show what the matcher knows."""
+    return operator in product_decompositions() or operator._can_decompose()
 
 
 @dataclass(frozen=True)

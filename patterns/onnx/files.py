@@ -70,6 +70,8 @@ def _check_stored(path: Path, tensor: onnx.TensorProto) -> None:
     """Whether a tensor inside the file has as many bytes as its dimensions say."""
     if any(length < 0 for length in tensor.dims):
         raise InputError(f"{path}: initialiser {tensor.name!r} has a negative dimension; export it again")
+    if tensor.data_type == onnx.TensorProto.UNDEFINED:
+        raise InputError(f"{path}: initialiser {tensor.name!r} has no type; export it again")
     width = _BYTES.get(ir.DataType(tensor.data_type)) if tensor.data_type in ir.DataType._value2member_map_ else None
     if width is None or tensor.data_location == onnx.TensorProto.EXTERNAL or not tensor.HasField("raw_data"):
         return

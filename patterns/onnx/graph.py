@@ -19,7 +19,7 @@ from attnrewrite.patterns.onnx.recognise import (
     quantised_around,
     scope_of,
 )
-from attnrewrite.patterns.onnx.sizes import Size, evaluate
+from attnrewrite.patterns.onnx.sizes import Size, evaluate, reading
 from attnrewrite.site import Frontend, Scan
 
 _RESULT = "result of the model: "  # stands for the reader of a graph output among a value's users
@@ -209,7 +209,8 @@ class OnnxGraph:
         node = self._values[value].producer()
         if node is None:
             return Operation(value, "constant" if self._values[value].is_initializer() else "input", "input", ())
-        return normalise(self, value, node)
+        with reading(node):
+            return normalise(self, value, node)
 
 
 def scan_onnx(graph: OnnxGraph, model: str) -> Scan:

@@ -10,7 +10,7 @@ from onnx_ir.passes.common import InlinePass
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.patterns.onnx.branches import take_branch
 from attnrewrite.patterns.onnx.fused import write_out
-from attnrewrite.patterns.onnx.sizes import PRIVATE, Size, Sizes, advance, input_sizes, start
+from attnrewrite.patterns.onnx.sizes import PRIVATE, Size, Sizes, advance, input_sizes, reading, start
 from attnrewrite.site import NearMiss
 
 HINT = 2  # the batch that an open model is read with
@@ -106,11 +106,12 @@ def _read(model: ir.Model, opsets: Mapping[str, int], batch: int, given: Mapping
     sizes = start(graph, input_sizes(graph, batch, given))
     unread: list[NearMiss] = []
     for node in graph:
-        refusal = write_out(graph, node, sizes, opsets.get("", 1))
-        if node.graph is None or take_branch(graph, node, sizes):  # replaced: its nodes come next
-            continue
-        advance(sizes, node, opsets)
-        unread += _unread(node, sizes, refusal)
+        with reading(node):
+            refusal = write_out(graph, node, sizes, opsets.get("", 1))
+            if node.graph is None or take_branch(graph, node, sizes):  # replaced: its nodes come next
+                continue
+            advance(sizes, node, opsets)
+            unread += _unread(node, sizes, refusal)
     return Prepared(model, opsets, sizes, {}, batch, unread)
 
 

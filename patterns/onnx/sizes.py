@@ -5,7 +5,8 @@ ones (the shapes that exporters compute in the graph), answers exactly where who
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,7 @@ import onnx_ir as ir
 from onnx.reference.ops import load_op
 from onnx.shape_inference import InferenceError, infer_node_outputs
 
-from attnrewrite.errors import InputError, first_line
+from attnrewrite.errors import AttnRewriteError, InputError, first_line
 
 Size = tuple[int, ...]
 _SMALL = 4096  # elements up to which a value may be some operand's shape
@@ -41,6 +42,18 @@ class Sizes:
             raise InputError(f"value {value.name!r} has the size {tuple(size)}: no machine holds it; export it again")
         self.size[_name(value)] = tuple(size)
         self.dtype[_name(value)] = dtype
+
+
+@contextmanager
+def reading(node: ir.Node) -> Iterator[None]:
+    """Tell of `node` whatever goes wrong inside: an operand or attribute that it lacks, or one of another type."""
+    try:
+        yield
+    except (AttnRewriteError, RecursionError):
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"node {node.name!r} ({node.op_type}) breaks its operator's rules ({why})") from error
 
 
 def input_sizes(graph: ir.Graph, batch: int, given: Mapping[str, Size] | None = None) -> dict[str, Size]:

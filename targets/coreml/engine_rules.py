@@ -211,12 +211,20 @@ class EngineReport:
     def breaking(self, rule: str) -> tuple[Counted, ...]:
         return tuple(each for each in self.operators if rule in each.broken)
 
+    def leaving(self) -> tuple[Counted, ...]:
+        """The operators that a rule takes off the engine."""
+        taken = {rule.id for rule in RULES if rule.cost == "leaves"}
+        return tuple(each for each in self.operators if not taken.isdisjoint(each.broken))
+
     def staying(self) -> tuple[float, float]:
         """The shares of multiply-adds and of operators that no rule takes off the engine, from 0 to 1."""
-        taken = {rule.id for rule in RULES if rule.cost == "leaves"}
-        stay = [each for each in self.operators if taken.isdisjoint(each.broken)]
-        adds = sum(each.multiply_adds for each in stay) / self.multiply_adds if self.multiply_adds else 1.0
-        return adds, len(stay) / len(self.operators) if self.operators else 1.0
+        leaving = self.leaving()
+        adds = self.multiply_adds - sum(each.multiply_adds for each in leaving)
+        kept = len(self.operators) - len(leaving)
+        return (
+            adds / self.multiply_adds if self.multiply_adds else 1.0,
+            kept / len(self.operators) if self.operators else 1.0,
+        )
 
     def sentence(self) -> str:
         adds, operators = self.staying()

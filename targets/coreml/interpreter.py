@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from attnrewrite.errors import InputError, first_line
-from attnrewrite.targets.coreml.operators import arithmetic, movement
+from attnrewrite.targets.coreml.operators import arithmetic, indexing, movement, recurrent
 from attnrewrite.targets.coreml.operators.arithmetic import DTYPES
 
 SMALLEST_NORMAL = 2.0**-14  # of float16
 _EXACT = 80.0  # dB: what rounding a value to float16 leaves is some 75
-OPERATORS = {**arithmetic.OPERATORS, **movement.OPERATORS}
+OPERATORS = {**arithmetic.OPERATORS, **movement.OPERATORS, **indexing.OPERATORS, **recurrent.OPERATORS}
 
 
 @dataclass(frozen=True)

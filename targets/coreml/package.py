@@ -11,33 +11,53 @@ from typing import Any
 from torch.export import ExportedProgram
 
 from attnrewrite.errors import InputError, first_line
+from attnrewrite.targets.coreml import spelling
 from attnrewrite.targets.coreml.pipeline import pipeline
+
+NAME = "model.mlpackage"
 
 
 def convert(program: ExportedProgram, folder: Path, precision: str, layout: str = "engine") -> Path:
     """The program as a package in `folder`, computing in `precision` (FLOAT16 or FLOAT32), laid out as `pipeline` says.
 
-    Raises:
-        InputError: coremltools cannot convert it; there is no such layout.
-    """
-    package = folder / "model.mlpackage"
-    edited = pipeline(layout)
-    try:
-        with quiet():
-            import coremltools as ct
+    An operator that coremltools cannot translate is written out in others, where torch knows how.
 
-            ct.convert(
-                program,
-                convert_to="mlprogram",
-                minimum_deployment_target=ct.target.iOS17,
-                compute_precision=ct.precision[precision],
-                compute_units=ct.ComputeUnit.CPU_AND_NE,
-                pass_pipeline=edited,
-                skip_model_load=True,
-            ).save(str(package))
-    except Exception as error:
-        raise InputError(f"coremltools cannot convert the module: {first_line(error)}") from error
-    return package
+    Raises:
+        InputError: coremltools cannot convert it, and the operator is named; there is no such layout.
+    """
+    package = folder / NAME
+    with quiet():
+        program = spelling.readable(program)
+    tried: set[object] = set()
+    while True:
+        edited = pipeline(layout)
+        try:
+            with quiet():
+                _converted(program, precision, edited).save(str(package))
+            return package
+        except Exception as error:
+            node = spelling.culprit(error, program)
+            simpler = None if node is None or node.target in tried else spelling.written_out(program, [node.target])
+            if simpler is None:
+                subject = "the module" if node is None else spelling.told(node)
+                raise InputError(f"coremltools cannot convert {subject}: {first_line(error)}") from error
+            assert node is not None
+            tried.add(node.target)
+            program = simpler
+
+
+def _converted(program: ExportedProgram, precision: str, edited: Any) -> Any:
+    import coremltools as ct
+
+    return ct.convert(
+        program,
+        convert_to="mlprogram",
+        minimum_deployment_target=ct.target.iOS17,
+        compute_precision=ct.precision[precision],
+        compute_units=ct.ComputeUnit.CPU_AND_NE,
+        pass_pipeline=edited,
+        skip_model_load=True,
+    )
 
 
 def loaded(package: Path) -> Any:

@@ -14,6 +14,7 @@ from attnrewrite.targets.coreml.passes import (
     masks_in_half,
     merge_axes,
     merge_moves,
+    transposes_down,
 )
 
 NAMESPACE = "attnrewrite"
@@ -57,6 +58,10 @@ ENGINE = (
         "queries, keys and values are then slices of a convolution's channels",
     ),
     MilPass("channels_first_again", channels_first.apply, SETTLED, "what reads attention finds it in the layout now"),
+    MilPass(
+        "transposes_down", transposes_down.apply, SETTLED,
+        "what is left is between operators that no layout has: other forms' products, sums and norms by head",
+    ),
     MilPass("merge_moves", merge_moves.apply, SETTLED, "what is left of the movement, in as few steps as it takes"),
 )  # fmt: skip
 LAYOUTS = {"engine": (*NEEDED, *ENGINE), "as-is": NEEDED}

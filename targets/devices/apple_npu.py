@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from attnrewrite.errors import AttnRewriteError, Refusal, unknown_name
 from attnrewrite.targets import agreement as check
-from attnrewrite.targets.base import Artifact, Availability, Run, Target, size_bytes
-from attnrewrite.targets.coreml import lowering, package
+from attnrewrite.targets.base import Artifact, Availability, Estimate, Run, Target, size_bytes
+from attnrewrite.targets.coreml import interpreter, latency, lowering, package
 from attnrewrite.targets.coreml.pipeline import LAYOUTS
 from attnrewrite.targets.prepare import arrays, canonical, in_float32, reference, specialise
 
@@ -63,6 +63,18 @@ class CoreMLNpu(Target):
             inputs=arrays(inputs),
             outputs=expected,
         )
+
+    def estimate(self, artifact: Artifact) -> Estimate | None:
+        with package.quiet():
+            return latency.estimate(interpreter.load(artifact.path / package.NAME))
+
+    def price(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> float | None:
+        self.require_build()
+        wide = in_float32(module, example_inputs)
+        inputs, _ = _as_core_ml_takes(wide.inputs)
+        program = canonical(specialise(wide.module, inputs))
+        with tempfile.TemporaryDirectory() as folder, package.quiet():
+            return latency.estimate(interpreter.load(package.convert(program, Path(folder), "FLOAT16", self.layout))).ms
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int

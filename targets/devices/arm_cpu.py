@@ -13,6 +13,7 @@ from attnrewrite.targets.prepare import arrays, in_float32, reference, specialis
 from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
+from attnrewrite.targets.tvm.importer import import_program
 
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
 NOT_MEASURED = Refusal("needs-device", "measured on an ARM device only (there, target host measures it)")
@@ -34,7 +35,7 @@ class ArmCpu(Target):
     ) -> Artifact:
         self.require_build()
         wide = in_float32(module, example_inputs)
-        program = tvm_compat.import_program(specialise(wide.module, wide.inputs))
+        program = import_program(specialise(wide.module, wide.inputs))
         made = tvm_compat.build_for_cpu(program, CORE)
         library, notes = _export(made.executable, out)
         try:

@@ -13,6 +13,7 @@ from attnrewrite.targets.base import Artifact, Availability, Run, Target
 from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
 from attnrewrite.targets.runners import onnx_runtime
 from attnrewrite.targets.tvm import compat as tvm_compat
+from attnrewrite.targets.tvm.importer import import_program
 
 
 class Host(Target):
@@ -84,7 +85,7 @@ def _tvm(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Prepare
 
 def _link(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> tuple[Path, tvm_compat.Scheduled]:
     """The module compiled for this processor, as a shared library in `folder`."""
-    made = tvm_compat.build_for_cpu(tvm_compat.import_program(specialise(module, inputs)), "host")
+    made = tvm_compat.build_for_cpu(import_program(specialise(module, inputs)), "host")
     return tvm_compat.export_library(made.executable, folder / "model.so", tvm_compat.host_linker()), made
 
 

@@ -12,6 +12,7 @@ from attnrewrite.targets.runners import opencl
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm import device as tvm_device
+from attnrewrite.targets.tvm.importer import import_program
 
 EXECUTION_S = 120  # seconds that the kernels may take on this machine's OpenCL device
 ON_HOST = "same program compiled for this host and run; the OpenCL kernels themselves were not run"
@@ -32,7 +33,7 @@ class Gpu(Target):
     ) -> Artifact:
         self.require_build()
         wide = in_float32(module, example_inputs)
-        program = tvm_compat.import_program(specialise(wide.module, wide.inputs))
+        program = import_program(specialise(wide.module, wide.inputs))
         compiled = tvm_device.build(program, tvm_compat.profile(self.name))
         tvm_compat.export_objects(compiled.executable, out / "model.tar")
         (out / "kernels.cl").write_text(tvm_compat.kernel_sources(compiled.executable, "opencl"))

@@ -17,12 +17,14 @@ def prepare(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> tupl
     Raises:
         InputError: onnxruntime or onnxscript is not installed, or torch.onnx cannot export the module.
     """
-    for package in ("onnxruntime", "onnxscript"):
-        if find_spec(package) is None:
-            raise InputError(f"{package} is not installed (pip install 'attnrewrite[onnx]')")
+    model = export(module, inputs)
+    return load(model, inputs, threads), len(model)
+
+
+def load(model: bytes, inputs: tuple[Tensor, ...], threads: int) -> Callable[[], object]:
+    """A call of an ONNX file's content in onnxruntime on the processor."""
     import onnxruntime
 
-    model = _export(module, inputs)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -31,10 +33,18 @@ def prepare(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> tupl
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
     feed = dict(zip(names, arrays(inputs), strict=True))
-    return lambda: session.run(None, feed), len(model)
+    return lambda: session.run(None, feed)
 
 
-def _export(module: nn.Module, inputs: tuple[Tensor, ...]) -> bytes:
+def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> bytes:
+    """The module as the content of an ONNX file.
+
+    Raises:
+        InputError: onnxruntime or onnxscript is not installed, or torch.onnx cannot export the module.
+    """
+    for package in ("onnxruntime", "onnxscript"):
+        if find_spec(package) is None:
+            raise InputError(f"{package} is not installed (pip install 'attnrewrite[onnx]')")
     program = specialise(module, inputs)
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -1,9 +1,8 @@
 """The one door to TVM, whose names change every release. Written for TVM 0.27.
 
-It hides: tvm.relax.frontend.torch (from_exported_program, ExportedProgramImporter.create_convert_map), tvm.relax.build,
-get_default_pipeline and VirtualMachine, tvm.target.Target, tvm.runtime (tensor, load_module, Executable.export_library,
-Module.imports, inspect_source), tvm.support.cc.cross_compiler, tvm_ffi.libinfo, and the global functions
-runtime.config_threadpool, tvm.codegen.llvm.GetHostCPUName and GetHostCPUFeatures.
+It hides: tvm.relax.build, get_default_pipeline and VirtualMachine, tvm.target.Target, tvm.runtime (tensor, load_module,
+Executable.export_library, Module.imports, inspect_source), tvm.support.cc.cross_compiler, tvm_ffi.libinfo, and the
+global functions runtime.config_threadpool, tvm.codegen.llvm.GetHostCPUName and GetHostCPUFeatures.
 """
 
 import importlib.metadata
@@ -20,10 +19,9 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.export import ExportedProgram
 
 from attnrewrite.errors import CheckFailedError, InputError, Refusal, first_line
-from attnrewrite.targets.prepare import arrays, canonical
+from attnrewrite.targets.prepare import arrays
 from attnrewrite.targets.record import Decision
 from attnrewrite.targets.runners.qemu import Packages
 from attnrewrite.targets.tvm.schedules.profile import profile as cpu_profile
@@ -50,22 +48,6 @@ def runtime_packages() -> Packages:
 def profile(name: str) -> dict[str, Any]:
     """The GPU's device description `name` of profiles.toml."""
     return tomllib.loads(files("attnrewrite.targets").joinpath("profiles.toml").read_text())[name]  # type: ignore[no-any-return]
-
-
-def import_program(program: ExportedProgram) -> Any:
-    """The exported program as a Relax module with its weights inside.
-
-    Raises:
-        InputError: TVM lacks an operator of it, which is named with its node, or cannot import it.
-    """
-    from tvm.relax.frontend.torch import from_exported_program
-
-    program = canonical(program)
-    _require_known(program)
-    try:
-        return from_exported_program(program, run_ep_decomposition=False, custom_convert_map=_CONVERTERS)
-    except Exception as error:
-        raise InputError(f"TVM cannot import the module: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -186,18 +168,6 @@ def bind(compiled: Any, inputs: Sequence[Tensor], threads: int) -> Callable[[], 
     return lambda: tuple(result.numpy() for result in main(*arguments))
 
 
-def _require_known(program: ExportedProgram) -> None:
-    from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
-
-    known = ExportedProgramImporter().create_convert_map().keys() | _CONVERTERS.keys()
-    for node in program.graph.nodes:
-        if node.op == "call_function" and node.target.__name__ not in known:
-            raise InputError(
-                f"TVM's importer has no operator {node.target} (node {node.name!r}): "
-                "rewrite that part of the model, or lower for another target"
-            )
-
-
 def _host_compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
@@ -206,32 +176,3 @@ def _global(name: str) -> Any:
     import tvm
 
     return tvm.get_global_func(name)
-
-
-def _index(node: Any, importer: Any) -> Any:
-    """Indexing along one axis. The importer's own reads out of bounds where an index is negative."""
-    from tvm import relax
-
-    values, indices = importer.retrieve_args(node)[:2]
-    used = [(axis, index) for axis, index in enumerate(indices) if index is not None]
-    if len(used) != 1:
-        return importer.create_convert_map()["index.Tensor"](node)
-    axis, index = used[0]
-    return importer.block_builder.emit(relax.op.take(values, index, axis=axis, mode="wrap"))
-
-
-def _largest(node: Any, importer: Any) -> Any:
-    """The largest along some axes, which the importer does not know."""
-    from tvm import relax
-
-    given = importer.retrieve_args(node)
-    axes = list(given[1]) if len(given) > 1 else []
-    return importer.block_builder.emit(relax.op.max(given[0], axes or None, len(given) > 2 and given[2]))
-
-
-# Operators that torch.export leaves in the graph and TVM's importer lacks, in terms of those it has.
-_CONVERTERS: dict[str, Callable[[Any, Any], Any]] = {
-    "_unsafe_view.default": lambda node, importer: importer.convert_map["view.default"](node),
-    "amax.default": _largest,
-    "index.Tensor": _index,
-}

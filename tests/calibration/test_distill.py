@@ -1,6 +1,7 @@
 """The stages with gradients: they help, never hurt, draw the same images for a seed, and go on after a kill."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def test_a_loss_that_is_not_finite_names_where(stage: SiteDistillation | Distill
 def test_the_values_beside_the_output_are_the_graphs_own() -> None:
     given = calibration("parallel", get_variant("l1"))
     streams = [point.stream.name for point in fit_points(given.student)]
-    images = given.images.batch(0)
+    (images,) = given.images.batch(0)
     output, values = with_values(given.student, streams)(images)
     assert torch.equal(first_tensor(output), given.student(images))
     assert [value.shape for value in values] == [(16, 36, 8)] * 4
@@ -198,23 +199,41 @@ torch.save((given.student.state_dict(), [r.kl_after for r in reports]), os.envir
 """
 
 
-def launch(folder: Path, name: str, *prefix: str, kill_at: int = -1) -> subprocess.CompletedProcess[str]:
-    """Run SCRIPT in a process of its own (or those of `prefix`); what it saves is `folder/name` and the rank."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT.format(helpers=str(HELPERS)))
-    names = {"STATE": str(folder / f"{name}-state"), "OUT": str(folder / name), "KILL_AT": str(kill_at)}
-    environment = {**os.environ, **names, "OMP_NUM_THREADS": "1"}
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT.format(helpers=str(HELPERS)))
+    return file
+
+
+def names(script: Path, name: str, kill_at: int = -1) -> dict[str, str]:
+    """What SCRIPT reads in its environment; what it saves is called `name` and the rank, beside it."""
+    return {
+        "STATE": str(script.with_name(f"{name}-state")),
+        "OUT": str(script.with_name(name)),
+        "KILL_AT": str(kill_at),
+    }
+
+
+def launch(script: Path, name: str, *prefix: str, kill_at: int = -1) -> subprocess.CompletedProcess[str]:
+    """Run SCRIPT in a process of its own, or those of `prefix`."""
+    environment = {**os.environ, **names(script, name, kill_at), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *prefix, str(script)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_killed_and_started_again_or_shared_by_two_it_ends_the_same(tmp_path: Path) -> None:
+def test_killed_and_started_again_or_shared_by_two_it_ends_the_same(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same command after kill -9 gives the same bits; two processes give the same fit and an equal student."""
-    assert launch(tmp_path, "whole").returncode == 0
-    assert launch(tmp_path, "killed", kill_at=33).returncode == -signal.SIGKILL
+    with monkeypatch.context() as patch:
+        for name, value in names(script, "whole").items():
+            patch.setenv(name, value)
+        runpy.run_path(str(script))
+    assert launch(script, "killed", kill_at=33).returncode == -signal.SIGKILL
     assert not (tmp_path / "killed0").exists()
-    assert launch(tmp_path, "killed").returncode == 0
-    done = launch(tmp_path, "two", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert launch(script, "killed").returncode == 0
+    done = launch(script, "two", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert done.returncode == 0, done.stderr[-2000:]
     (whole, losses), (killed, _) = (torch.load(tmp_path / name) for name in ("whole0", "killed0"))
     (one, shared), (other, _) = (torch.load(tmp_path / name) for name in ("two0", "two1"))

@@ -1,5 +1,7 @@
 """Which tokens count: gradients of the answer, and fits that spend themselves where it is read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fits import SIDE, Model, calibration
@@ -33,7 +35,7 @@ def test_only_what_is_read_counts() -> None:
     given = calibration("pre-norm", get_variant("l1"), model=FirstToken("pre-norm"))
     weights = importance(given.teacher, given.images, given.processes)
     names = [branch.node.name for branch in branches(given.teacher)]
-    rows = {name: weights[name][0].reshape(-1, TOKENS) for name in names}
+    rows = {name: weights.of(name, 0).reshape(-1, TOKENS) for name in names}
     for name in names[2:]:  # the last block: nothing mixes tokens behind its attention
         assert (rows[name][:, 1:] == EVEN).all(), name
         assert (rows[name][:, 0] > EVEN).all(), name
@@ -45,29 +47,37 @@ def test_a_mean_counts_all_tokens_alike_where_nothing_follows() -> None:
     """Behind the last branch stand a mean and a linear head: every row's gradient is W^T u / N."""
     given = calibration("pre-norm", get_variant("l1"))
     last = list(branches(given.teacher))[-1].node.name
-    rows = importance(given.teacher, given.images, given.processes)[last][0].reshape(-1, TOKENS)
+    rows = importance(given.teacher, given.images, given.processes).of(last, 0).reshape(-1, TOKENS)
     torch.testing.assert_close(rows, rows[:, :1].expand_as(rows))
 
 
-def test_weights_have_the_same_mean_in_every_batch() -> None:
+def test_weights_have_one_mean_over_all_images_and_are_theirs_whatever_the_batches() -> None:
     given = calibration("windows", get_variant("l1"))
-    for batches in importance(given.teacher, given.images, given.processes).values():
-        assert [float(rows.mean()) for rows in batches.values()] == pytest.approx([1 + EVEN] * len(batches))
+    names = [branch.node.name for branch in branches(given.teacher)]
+    whole, small = (replace(given.images, batch_size=size) for size in (84, 5))
+    first, second = (importance(given.teacher, pool, given.processes) for pool in (whole, small))
+    for name in names:
+        rows = first.of(name, 0)
+        assert float(rows.mean()) == pytest.approx(1 + EVEN)
+        torch.testing.assert_close(torch.cat([second.of(name, i) for i in range(len(small))]), rows)
 
 
-def test_a_draw_belongs_to_its_batch_whoever_makes_it() -> None:
+def test_a_draw_belongs_to_its_batch_whoever_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     given = calibration("windows", get_variant("l1"))
+    names = [branch.node.name for branch in branches(given.teacher)]
     alone = importance(given.teacher, given.images, Processes())
+    monkeypatch.setattr(Processes, "add_up", lambda self, *tensors: None)
     shared = [importance(given.teacher, given.images, Processes(rank, 2)) for rank in range(2)]
-    for name, batches in alone.items():
-        for index, rows in batches.items():
-            assert torch.equal(rows, shared[index % 2][name][index])
+    for index in range(len(given.images)):
+        rows, other = alone.energy.get(index, "cpu"), shared[index % 2].energy.get(index, "cpu")
+        assert all(torch.equal(rows[name], other[name]) for name in names)
 
 
 def test_without_a_gradient_all_tokens_are_alike() -> None:
     given = calibration("pre-norm", get_variant("l1"), model=Classes("pre-norm"))
     weights = importance(given.teacher, given.images, given.processes)
-    assert all(len(rows.unique()) == 1 for batches in weights.values() for rows in batches.values())
+    rows = [weights.of(branch.node.name, 0) for branch in branches(given.teacher)]
+    assert all(len(each.unique()) == 1 for each in rows)
 
 
 def test_frozen_parameters_stay_frozen() -> None:
@@ -82,8 +92,9 @@ def test_the_fit_serves_the_token_that_is_read() -> None:
 
     class Alike(Fit):
         def residual_fit(self, branch, teacher, student, weights):  # type: ignore[no-untyped-def]
-            ones = {name: {i: torch.ones_like(rows) for i, rows in each.items()} for name, each in weights.items()}
-            return super().residual_fit(branch, teacher, student, ones)
+            return super().residual_fit(
+                branch, teacher, student, replace(weights, mean=dict.fromkeys(weights.mean, 1e30))
+            )
 
     errors = []
     for fit in (Fit(), Alike()):

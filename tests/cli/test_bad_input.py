@@ -1,10 +1,12 @@
 """Command lines that cannot be carried out: an exit code, one clear line on standard error, nothing left behind."""
 
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,15 @@ from attnrewrite.frontends.sources import load_source
 class Code:
     def __reduce__(self) -> tuple:
         return os.system, ("touch ran",)
+
+
+def beyond_memory(path: Path) -> None:
+    """An .npz whose header promises more images than any machine holds, and no images."""
+    head = io.BytesIO()
+    shape = (10**6, 10**4, 10**4, 3)
+    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", head.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +66,7 @@ def given(tmp_path_factory: pytest.TempPathFactory, models_file: Path) -> Path:
     np.savez(folder / "unnamed.npz", images=pixels)
     np.savez(folder / "unpaired.npz", x=pixels, y=np.arange(3))
     np.savez(folder / "negative.npz", x=pixels, y=np.arange(4) - 1)
+    beyond_memory(folder / "beyond.npz")
     (folder / "cut.npz").write_bytes((folder / "good.npz").read_bytes()[:-40])
     for name in ("empty", "damaged", "existing", "broken", "torn", "deep"):
         (folder / name).mkdir()
@@ -79,6 +91,8 @@ def given(tmp_path_factory: pytest.TempPathFactory, models_file: Path) -> Path:
     (folder / "existing" / "mine.txt").write_text("keep me")
     (folder / "bad.toml").write_text("variant = ")
     (folder / "typo.toml").write_text("varaint = 'l1'")
+    (folder / "json.toml").write_text("json = true")
+    (folder / "json_typo.toml").write_text("varaint = 'l1'\njson = true")
     return folder
 
 
@@ -106,7 +120,7 @@ def test_what_nobody_expected_is_told_in_json_too(
 ) -> None:
     monkeypatch.chdir(given)
     for raised, exit_code, code, message in (
-        (CheckFailedError("site1 (blocks.1): differs by 1"), 4, "check-failed", "site1 (blocks.1): differs by 1"),
+        (CheckFailedError("blocks.1 differs by 1", site="site1"), 4, "check-failed", "blocks.1 differs by 1"),
         (RuntimeError("a bug\nin two lines"), 1, "unexpected", "RuntimeError: a bug (ATTNREWRITE_DEBUG=1 shows where)"),
         (KeyboardInterrupt(), 130, "stopped", "stopped"),
     ):
@@ -118,6 +132,36 @@ def test_what_nobody_expected_is_told_in_json_too(
         assert main([*f"explain models.py:vit {SIZE} --json".split()]) == exit_code
         told = json.loads(capsys.readouterr().out)
         assert told == {"error": {"code": code, "message": message, "site": "site1" if exit_code == 4 else None}}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("explain vit --config json.toml", "no model 'vit'"),
+        ("explain models.py:vit --config json_typo.toml", "unknown option of explain in json_typo.toml 'varaint'"),
+        ("explain --config json.toml", "Missing argument 'SOURCE'"),
+    ],
+)
+def test_json_may_be_asked_for_by_the_configuration(
+    given: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, message: str
+) -> None:
+    monkeypatch.chdir(given)
+    assert main(line.split()) == 2
+    assert message in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("redirected", "exit_code", "said"),
+    [
+        ("1>&-", 0, ""),
+        ("2>&- 1>&-", 0, ""),
+        ("1>/dev/full", 2, "attnrewrite: error: cannot write the result to standard output: No space left on device\n"),
+    ],
+)
+def test_a_standard_output_that_takes_nothing(redirected: str, exit_code: int, said: str) -> None:
+    command = f"{sys.executable} -m attnrewrite variants --json {redirected}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout, done.stderr) == (exit_code, "", said)
 
 
 def test_sites_and_near_misses_of_a_model_without_attention_come_with_the_error(

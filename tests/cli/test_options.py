@@ -56,9 +56,9 @@ CASES: dict[str, tuple[list[str], str, Records]] = {
         (Calibration(), Budget(max_latency=0.7, target="host"), Execution()),
     ),
     "execution": (
-        ["--seed", "7", "--threads", "2"],
-        "seed = 7\nthreads = 2",
-        (Calibration(), Budget(), Execution(seed=7, threads=2)),
+        ["--seed", "7", "--threads", "2", "--memory", "1.5GiB"],
+        "seed = 7\nthreads = 2\nmemory = '1536 MiB'",
+        (Calibration(), Budget(), Execution(seed=7, threads=2, memory=1536 << 20)),
     ),
 }
 
@@ -74,7 +74,7 @@ def test_what_nobody_gives_is_the_default() -> None:
     calibration, budget, execution = built()
     assert (calibration.images, calibration.samples, calibration.steps, calibration.skip_bad) == (None, 1000, 0, False)
     assert (budget.max_drop, budget.max_latency, budget.target, budget.candidates) == (None, None, None, ())
-    assert (execution.seed, execution.threads, execution.progress, execution.state) == (0, None, None, None)
+    assert execution == Execution(seed=0, threads=None, progress=None, state=None, memory=None)
 
 
 @pytest.mark.parametrize("given", ["l1", ["l1"], ("l1",)])
@@ -91,12 +91,12 @@ def test_the_keywords_of_convert_build_the_same_records(monkeypatch: pytest.Monk
 
     ar.convert(
         encoder(), INPUTS, variant="auto", max_drop=0.5, candidates=["l1"], calibration=images, samples=9, steps=2,
-        keep=["site0"], seed=3, threads=1, state=str(tmp_path), progress=progress,
+        keep=["site0"], seed=3, threads=1, memory="2GB", state=str(tmp_path), progress=progress,
     )  # fmt: skip
     ((auto, calibration, execution, keep, keep_bad),) = seen
     assert auto.budget == Budget(max_drop=0.5, candidates=("l1",))
     assert (calibration.images is images, calibration.samples, calibration.steps) == (True, 9, 2)
-    assert execution == Execution(3, 1, progress, tmp_path)
+    assert execution == Execution(3, 1, progress, tmp_path, 2 * 10**9)
     assert keep == ["site0"]
     assert keep_bad is False
 
@@ -107,11 +107,13 @@ BAD: dict[str, tuple[type, dict[str, Any], str]] = {
     "NaN": (Budget, {"max_drop": float("nan")}, "--max-drop nan must lie between 0 and 100"),
     "no time": (Budget, {"max_latency": 0.0}, "--max-latency 0 must lie above 0 and be at most 1"),
     "slower": (Budget, {"max_latency": 1.2}, "--max-latency 1.2 must lie above 0 and be at most 1"),
-    "no samples": (Calibration, {"samples": 0}, "0 samples: at least one image is needed"),
-    "fewer than no steps": (Calibration, {"steps": -1}, "-1 steps: distillation takes 0 steps (none) or more"),
+    "no samples": (Calibration, {"samples": 0}, "--samples 0 must lie between 1 and "),
+    "fewer than no steps": (Calibration, {"steps": -1}, "--steps -1 must lie between 0 and "),
     "steps without images": (Calibration, {"steps": 5}, "--steps 5 distils on images, and none are given"),
-    "a seed below zero": (Execution, {"seed": -1}, "seed -1: a seed is 0 or more"),
-    "no threads": (Execution, {"threads": 0}, "0 threads: at least one is needed"),
+    "a seed below zero": (Execution, {"seed": -1}, "--seed -1 must lie between 0 and "),
+    "no threads": (Execution, {"threads": 0}, "--threads 0 must lie between 1 and "),
+    "no memory": (Execution, {"memory": "0"}, "'0' is no size of memory: write it as 4GiB, 500MB"),
+    "memory in words": (Execution, {"memory": "plenty"}, "'plenty' is no size of memory"),
 }
 
 

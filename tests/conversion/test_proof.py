@@ -1,6 +1,8 @@
 """What is proven of a model before anything is replaced, where the example alone would show nothing."""
 
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
+from attnrewrite.passes.verify import float64_errors, rewritten_sites
 from attnrewrite.variants.registry import get_variant
 
 
@@ -27,6 +30,8 @@ class Odd(nn.Module):
         if self.odd == "counts":
             self.calls.add_(1.0)
             x = x + self.calls
+        if self.odd == "changes its input":
+            x.mul_(2)
         if self.odd == "counts in Python":
             self.number += 1
             x = x * self.number
@@ -43,6 +48,7 @@ TOKENS = (torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0)),)
     ("odd", "error", "message"),
     [
         ("counts", InputError, "changes its own buffer calls as it runs"),
+        ("changes its input", InputError, "changes its input in place as it runs: have forward work on a copy"),
         ("drops", InputError, r"draws random numbers at dropout.*training=self\.training"),
         ("drops scores", NothingMatchedError, "its probabilities pass through dropout"),
         ("counts in Python", CheckFailedError, "differs from the model by .* was frozen as the example had it"),
@@ -54,9 +60,37 @@ def test_a_model_that_is_no_function_of_its_input_is_told_as_such(odd: str, erro
         ar.convert(Odd(odd), TOKENS, variant="softmax")
 
 
-def test_nan_in_the_example_is_told_as_such() -> None:
-    with pytest.raises(InputError, match="example input 0 of Odd holds NaN"):
-        ar.convert(Odd(), (TOKENS[0] * float("nan"),), variant="softmax")
+@pytest.mark.parametrize(("number", "said"), [(math.nan, "NaN"), (math.inf, "infinity")])
+def test_what_is_no_number_is_told_as_such(number: float, said: str, tmp_path: Path) -> None:
+    broken = Odd()
+    with torch.no_grad():
+        broken.qkv.weight[0, 0] = number
+    for model, example, where in (
+        (Odd(), (TOKENS[0] + number,), "example input 0 of Odd"),
+        (broken, TOKENS, r"Odd: weight qkv\.weight"),
+    ):
+        for call in (
+            lambda: ar.convert(model, example, variant="softmax", keep_bad=True),  # noqa: B023, called at once
+            lambda: ar.lower(model, "host", tmp_path / "out", example_inputs=example),  # noqa: B023
+            lambda: ar.compare({"odd": model}, example),  # noqa: B023
+        ):
+            with pytest.raises(InputError, match=f"{where} holds {said}"):
+                call()
+
+
+def test_a_batch_that_the_models_code_fixes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Two(Odd):
+        """Weighs the first image otherwise than the second, and so has no answer for a third."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.tensor([1.0, 2.0])[:, None, None])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.weights)
+
+    ar.convert(Two(), TOKENS, variant="softmax")
+    assert "Two takes batches of 2 only: " in caplog.text
 
 
 def test_the_report_says_what_was_checked() -> None:
@@ -89,6 +123,26 @@ def test_a_site_whose_check_fails_can_be_left_as_it_is(monkeypatch: pytest.Monke
     assert [placement.site for placement in done.plan.placements] == ["site0"]
     wrong.add("site0")
     with pytest.raises(CheckFailedError, match="site0"):
+        ar.convert(encoder(), INPUTS, variant="l1", keep_bad=True)
+
+
+def test_a_form_that_fails_at_one_site_can_be_left_out_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic of a form is checked last, when all is calibrated."""
+    broken = {"site1"}
+
+    def checked(student: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, float]:
+        for site in broken & set(rewritten_sites(student)):
+            raise CheckFailedError(f"{site}: differs", site=site)
+        return float64_errors(student, inputs)
+
+    monkeypatch.setattr("attnrewrite.conversion.forming.float64_errors", checked)
+    with pytest.raises(CheckFailedError, match="site1: differs"):
+        ar.convert(encoder(), INPUTS, variant="l1")
+    done = ar.convert(encoder(), INPUTS, variant="l1", keep_bad=True)
+    assert [site["variant"] for site in done.report["sites"]] == ["l1", "softmax"]
+    assert done.report["sites"][1]["note"] == "stays as it is: its check failed: site1: differs"
+    broken.add("site0")
+    with pytest.raises(CheckFailedError, match=r"site\d: differs"):
         ar.convert(encoder(), INPUTS, variant="l1", keep_bad=True)
 
 

@@ -12,9 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnrewrite.errors import CheckFailedError, InputError, Refusal
 from attnrewrite.evaluation import compare
 from attnrewrite.evaluation.compare import CompareModel, compare_models
+from attnrewrite.evaluation.records import Quantiles
 from attnrewrite.images.dataset import Array, Images
 from attnrewrite.images.preprocessing import Preprocessing
-from attnrewrite.targets.base import Artifact, Availability, Run, Target
+from attnrewrite.passes.in_batches import InBatches
+from attnrewrite.targets.base import Artifact, Availability, Estimate, Run, Target
 
 PREPROCESSING = Preprocessing((0.0,), (1.0,))
 LABELS = np.array([0, 1, 1])
@@ -80,9 +82,24 @@ class Refusing(Far):
         raise CheckFailedError(f"{name}: off by 3")
 
 
+class Estimating(Far):
+    """A target with a model of its device: the original takes 4 ms, the other 2."""
+
+    name = "estimating"
+    error = 0.1
+
+    def estimate(self, artifact: Artifact) -> Estimate:
+        ms = 4.0 if artifact.model == "original" else 2.0
+        return Estimate("a phone", ms, 0.8 * ms, 1.5 * ms, 0.96, self.error, self.error < 0.2)
+
+
+class FarOff(Estimating):
+    name, error = "far off", 0.3
+
+
 @pytest.fixture(autouse=True)
 def known_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {target.name: target for target in (Near(), Far(), Refusing())}
+    known = {target.name: target for target in (Near(), Far(), Refusing(), Estimating(), FarOff())}
     monkeypatch.setattr(compare, "get_target", known.__getitem__)
 
 
@@ -117,6 +134,22 @@ def test_every_model_has_a_row_for_every_runtime_of_every_target(models: dict[st
     ]
     assert [row.latency_ms is not None for row in rows] == [row.status == "measured" for row in rows]
     assert [row.sites for row in rows] == [({"id": row.model},) for row in rows]
+
+
+def test_a_row_is_estimated_where_the_targets_estimate_is_good_enough(models: dict[str, CompareModel]) -> None:
+    comparison = compare_models(models, ["estimating"])
+    original, exchanged = comparison.rows
+    assert (original.status, original.latency_ms) == ("estimated", Quantiles(4.0, 6.0))
+    assert "estimated for a phone: 2.00 ms, 1.60 to 3.00" in exchanged.note
+    assert "rank correlation is 0.96 and its median error 10%" in exchanged.note
+    assert comparison.latency_ratio(exchanged) == 0.5
+
+
+def test_an_estimate_that_is_too_far_off_gives_an_order_and_no_time(models: dict[str, CompareModel]) -> None:
+    rows = compare_models(models, ["far off"]).rows
+    assert [(row.status, row.latency_ms) for row in rows] == [("unavailable", None)] * 2
+    assert ["number 2 of 2" in rows[0].note, "number 1 of 2" in rows[1].note] == [True, True]
+    assert not any(" ms" in row.note for row in rows)
 
 
 def test_quality_is_found_once_per_model_against_the_first(models: dict[str, CompareModel], images: Images) -> None:
@@ -186,9 +219,11 @@ def test_models_that_take_one_batch_size_are_evaluated_with_it(models: dict[str,
             assert len(pixels) == 2
             return super().forward(pixels)
 
-    pair = replace(models["exchanged"], module=Pair(-1.0), fixed_batch=2, example_inputs=(torch.zeros(2, 1, 1, 2),))
+    pair = replace(
+        models["exchanged"],
+        module=Pair(-1.0),
+        any_batch=InBatches(Pair(-1.0), 2),
+        example_inputs=(torch.zeros(2, 1, 1, 2),),
+    )
     rows = compare_models(models | {"exchanged": pair}, ["far"], images).rows
     assert [row.top1 for row in rows] == [pytest.approx(200 / 3), pytest.approx(100 / 3)]
-    models["original"] = replace(models["original"], fixed_batch=3)
-    with pytest.raises(InputError, match=r"batches of \[2, 3\] images only"):
-        compare_models(models | {"exchanged": pair}, ["far"], images)

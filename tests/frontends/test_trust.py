@@ -23,12 +23,33 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
+# [B, 3, 16, 16] -> [B, 16]: one attention over four patches.
+MODEL = """
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class Vit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv = nn.Conv2d(3, 16, 8, 8), nn.Linear(16, 48)
+
+    def forward(self, x):
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return (x + scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)).mean(1)
+
+
+def vit():
+    return Vit()
+"""
+
+
 @pytest.fixture
-def model_file(tmp_path: Path, models_file: Path) -> Path:
-    """A Python file of models that leaves a marker whenever it runs."""
+def model_file(tmp_path: Path) -> Path:
+    """A Python file of a model that leaves a marker whenever it runs."""
     file = tmp_path / "mine.py"
-    marks = f"open({str(tmp_path / 'ran')!r}, 'a').write('ran ')\n"
-    file.write_text(marks + models_file.read_text())
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('ran ')\n{MODEL}")
     return file
 
 

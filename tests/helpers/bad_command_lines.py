@@ -30,6 +30,10 @@ CASES: dict[str, tuple[str, int, str]] = {
         "gated has no attention to rewrite (softmax: the softmax's input comes from linear",
     ),
     "no attention, dry": (f"convert models.py:gated {SIZE} --out out --dry-run", 3, "l1 would stand nowhere in gated"),
+    "a user that is not known": ("explain ~nobody-here/vit.pt2", 2, "cannot be used as a path: Could not determine"),
+    "a name that is too long": (f"explain {'x' * 5000}.pt2", 2, "cannot be used as a path: File name too long"),
+    "a seed beyond all": (f"{CONVERT} --seed 99999999999999999999", 2, "--seed 99999999999999999999 must lie between"),
+    "more threads than there could be": (f"{CONVERT} --threads 1000000", 2, "--threads 1000000 must lie between 1 and"),
     # Its size and weights.
     "no input size": ("explain models.py:vit", 2, "give --input-size, such as 3x224x224"),
     "a bad input size": (
@@ -61,7 +65,13 @@ CASES: dict[str, tuple[str, int, str]] = {
         2,
         "head.weight is 1000x16 in the file and 5x16 in the model",
     ),
+    "a size that no machine holds": (
+        "explain models.py:vit --input-size 3x99999999x99999999",
+        2,
+        "input size '3x99999999x99999999' is of more than 268,435,456 numbers",
+    ),
     # The data.
+    "data that no machine holds": (f"{CALIBRATE} beyond.npz", 2, "beyond.npz holds 279,397 GiB, and this machine has"),
     "no data": (f"{EVALUATE} --data no.npz", 2, "cannot read the .npz no.npz: No such file or directory"),
     "no data folder": (f"{EVALUATE} --data no", 2, "no does not exist: images are a folder of them, or an .npz"),
     "other data": (f"{EVALUATE} --data models.py", 2, "models.py is neither"),
@@ -166,6 +176,12 @@ CASES: dict[str, tuple[str, int, str]] = {
     ),
     "a share that is no number": (f"{CONVERT} --variant masked --option tolerance=nan", 2, "tolerance=nan must lie"),
     "no rank": (f"{CONVERT} --variant polynomial --option rank=0", 2, "polynomial: rank=0 must be at least 1"),
+    "a degree out of any sense": (
+        f"{CONVERT} --variant polynomial --option degree=4000",
+        2,
+        "polynomial: degree=4000 must be even and from 2 to 32",
+    ),
+    "no head at all": (f"{CONVERT} --variant mobile --option keep_heads=[]", 2, "mobile: keep_heads=[] keeps none"),
     "an unknown reading": (f"{CONVERT} --variant mobile --option reading=book", 2, "mobile: reading='book' is not"),
     "an option said twice": (
         f"{CONVERT} --option centred=true --option centred=no",

@@ -65,9 +65,11 @@ class TinyViT(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.tokens(images)[:, 0])
+
+    def tokens(self, images: Tensor) -> Tensor:
         tokens = self.patches(images).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.prefix.expand(len(images), -1, -1), tokens], dim=1)
-        return self.head(self.blocks(tokens)[:, 0])
+        return self.blocks(torch.cat([self.prefix.expand(len(images), -1, -1), tokens], dim=1))
 
 
 def tiny_vit(attention: str, depth: int = 2) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -252,7 +252,7 @@ def test_damaged_files_are_left_out_where_that_is_asked_for(tmp_path: Path) -> N
     (tmp_path / "b/4.png").write_text("no picture")
     with pytest.raises(InputError, match=r"4\.png is not an image that can be read: mend it, remove it, or --skip-bad"):
         load_images(tmp_path)
-    images = load_images(tmp_path, skip_bad=True)
+    images = load_images(tmp_path, skip_bad=True).decoded(PLAIN, SIZE)
     assert [path.name for path in images.skipped] == ["2.png", "4.png"]
     assert images.y is not None
     assert images.y.tolist() == [0, 1]
@@ -264,7 +264,7 @@ def test_damaged_files_are_left_out_where_that_is_asked_for(tmp_path: Path) -> N
     for name in ("a/1.png", "b/3.png"):
         (tmp_path / name).write_text("no picture either")
     with pytest.raises(InputError, match="all 3 images are damaged"):
-        load_images(tmp_path, skip_bad=True)
+        load_images(tmp_path, skip_bad=True).whole(PLAIN, SIZE)
 
 
 def test_some_images_are_taken_with_their_labels_and_in_memory_they_are_not_copied() -> None:
@@ -343,7 +343,11 @@ def test_a_conversion_decodes_each_picture_once(tmp_path: Path, decoded: list[st
 
 def test_a_pool_takes_some_of_its_images_in_batches_of_the_same_size() -> None:
     pool = Pool(load_images(torch.arange(5.0).reshape(5, 1, 1, 1)), None, (1, 1, 1), 2).take(np.array([4, 0, 2]))
-    assert [pool.batch(index).flatten().tolist() for index in range(len(pool))] == [[4, 0], [2, 4]]
+    filled, parted = replace(pool, filled=True), replace(pool, parts=(1,))
+    for each, wanted in ((pool, [[4, 0], [2]]), (filled, [[4, 0], [2, 4]]), (parted, [[4], [0, 2]])):
+        found = [each.batch(index)[0].flatten().tolist() for index in range(len(each))]
+        assert found == wanted
+        assert each.joined(each.batch(index)[0] for index in range(len(each))).flatten().tolist() == [4, 0, 2]
 
 
 def test_a_digest_is_of_the_pixels_labels_and_order(tmp_path: Path) -> None:

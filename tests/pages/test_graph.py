@@ -250,7 +250,7 @@ def test_it_is_used_from_the_keyboard(browser: Any, page: str) -> None:
     assert browser.execute_script(focused) == "find"
     browser.find_element("id", "find").send_keys("near miss", Keys.ENTER)
     assert len(browser.find_elements("css selector", ".box:not(.dim)")) == 1
-    assert browser.find_element("id", "told").text.startswith("1 of ")
+    assert browser.find_element("id", "shown").text.startswith("1 of ")
     box = browser.find_element("css selector", ".box.miss")
     box.send_keys(Keys.ENTER)
     assert browser.find_element("id", "panel").is_displayed()

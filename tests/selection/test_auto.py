@@ -15,7 +15,7 @@ from tiny_vits import INPUTS, encoder
 
 import attnrewrite as ar
 from attnrewrite.cli.main import main
-from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
+from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError, Refusal
 from attnrewrite.evaluation.latency import Latency
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.fx.rewrite import FxRewrite
@@ -24,6 +24,8 @@ from attnrewrite.selection.costs import WHOLE, Timer
 from attnrewrite.selection.knapsack import Table
 from attnrewrite.selection.problem import described
 from attnrewrite.selection.search import Losing, Step
+from attnrewrite.targets.base import Availability
+from attnrewrite.targets.devices.apple_npu import CoreMLNpu
 
 COUNT = 160
 FEW = ["l1", "polynomial:rank=2"]
@@ -88,6 +90,21 @@ def test_a_budget_on_an_unmeasured_target_is_estimated_and_says_so(labelled: lis
     assert told["promise"]["timed_ratio"] <= 0.98
     with pytest.raises(CheckFailedError, match=r"no choice of candidates brings Encoder down to 0.2 of its cost"):
         ar.convert(model, inputs, max_latency=0.2, **how)
+
+
+def test_a_target_with_a_model_of_its_device_prices_candidates_by_it(
+    labelled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def price(self: CoreMLNpu, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> float:
+        return 1.0 if "l1" in str(module).lower() else 5.0
+
+    monkeypatch.setattr(CoreMLNpu, "price", price)
+    monkeypatch.setattr(CoreMLNpu, "availability", lambda self: Availability(None, Refusal("far", "it is elsewhere")))
+    how: dict[str, Any] = {"variant": "auto", "target": "coreml-npu", "candidates": ["l1"], "calibration": labelled}
+    done = ar.convert(encoder(), INPUTS, max_drop=99.0, **how)
+    told = done.report["selection"]["cost"]
+    assert (told["status"], told["unit"], told["original"]) == ("estimated", "estimated time", 5.0)
+    assert told["how"] == "the estimate of coreml-npu, each site's module by itself; it is elsewhere"
 
 
 def clock(calls: Mapping[str, Callable[[], object]], **_: Any) -> dict[str, Latency]:
@@ -200,22 +217,24 @@ def test_the_command_line_selects_and_writes_the_page(
     assert "--max-drop is for --variant auto" in capsys.readouterr().err
 
 
-def test_processes_of_torchrun_choose_alike_and_the_first_one_writes(models_file: Path, tmp_path: Path) -> None:
+def test_processes_of_torchrun_choose_alike_and_the_first_one_writes(
+    models_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     x = np.random.default_rng(0).integers(0, 256, (64, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / "images.npz", x=x)
-    command = ["attnrewrite", "convert", f"{models_file}:vit", "--input-size", "3x16x16", "--variant", "auto"]
+    command = ["convert", f"{models_file}:vit", "--input-size", "3x16x16", "--variant", "auto"]
     command += ["--mean", "0.5", "--std", "0.25", "--calibrate", str(tmp_path / "images.npz"), "--max-drop", "40"]
-    command += ["--candidates", "l1", "--candidates", "polynomial:rank=2", "--steps", "2", "--json"]
-    launchers = {"alone": [], "two": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]}
-    plans = {}
-    for name, launcher in launchers.items():
-        done = subprocess.run(
-            [sys.executable, "-m", *launcher, *command, "--out", str(tmp_path / name)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert json.loads(done.stdout)["out"] == str(tmp_path / name)  # one process prints
-        plans[name] = Plan.load(tmp_path / name).placements
+    command += ["--candidates", "l1", "--candidates", "polynomial:rank=2", "--steps", "2", "--json", "--out"]
+    assert main([*command, str(tmp_path / "alone")]) == 0
+    assert json.loads(capsys.readouterr().out)["out"] == str(tmp_path / "alone")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "attnrewrite", *command, str(tmp_path / "two")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["out"] == str(tmp_path / "two")  # one process prints
+    plans = {name: Plan.load(tmp_path / name).placements for name in ("alone", "two")}
     chosen = [[(placement.site, described(placement.variant)) for placement in plan] for plan in plans.values()]
     assert chosen[0] == chosen[1]
     assert {path.name for path in tmp_path.iterdir()} == {"images.npz", *plans}

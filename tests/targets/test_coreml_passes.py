@@ -22,6 +22,7 @@ from attnrewrite.targets.coreml.passes import (
     masks_in_half,
     merge_axes,
     merge_moves,
+    transposes_down,
     views,
 )
 from attnrewrite.targets.coreml.pipeline import LAYOUTS, pipeline
@@ -245,6 +246,59 @@ def test_attention_whose_shares_are_read_elsewhere_stays() -> None:
 def test_a_softmax_over_queries_is_no_attention() -> None:
     build = lambda x: mb.matmul(x=mb.softmax(x=mb.matmul(x=x, y=x, transpose_y=True), axis=-2), y=x)  # noqa: E731
     assert edited(attention_by_heads.apply, build, 1, 2, 5, 4)[0] == 0
+
+
+def linear_attention(x: Any, *, class_token: bool = False) -> Any:
+    """phi(Q) (phi(K)^T V) over [1, 2 * 4, 1, 5], as a convolution leaves it, and back; norms over the tokens."""
+
+    def heads() -> Any:
+        made = mb.reshape(x=mb.conv(x=x, weight=numbers(8, 8, 1, 1)), shape=[1, 2, 4, 5])
+        return mb.transpose(x=made, perm=[0, 1, 3, 2])
+
+    query, key, value = mb.sigmoid(x=heads()), mb.relu(x=heads()), heads()
+    key = mb.real_div(x=key, y=mb.add(x=mb.reduce_sum(x=key, axes=[-2], keep_dims=True), y=np.float32(1)))
+    context = mb.matmul(x=key, y=value, transpose_x=True)
+    seen = mb.add(x=mb.matmul(x=query, y=context), y=mb.reduce_mean(x=value, axes=[2], keep_dims=True))
+    if class_token:
+        seen = mb.concat(values=[mb.softmax(x=numbers(1, 2, 1, 4), axis=-1), seen], axis=2)
+        seen = mb.pad(x=seen, pad=[1, 0, 0, 0], mode="constant", constant_val=0.0)
+    merged = mb.reshape(x=mb.transpose(x=seen, perm=[0, 1, 3, 2]), shape=[1, 8, 1, -1])
+    return mb.conv(x=merged, weight=numbers(8, 8, 1, 1))
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+def test_linear_attention_between_convolutions_needs_no_transpose(class_token: bool) -> None:
+    build = lambda x: linear_attention(x, class_token=class_token)  # noqa: E731
+    edits, made = edited([transposes_down.apply, merge_moves.apply], build, 1, 8, 1, 5)
+    assert edits[0] == 8 + 2 * class_token
+    assert kinds(made)["transpose"] == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    left=st.booleans(), right=st.booleans(), first=st.booleans(), second=st.booleans(), shared=st.booleans(),
+)  # fmt: skip
+def test_products_of_operands_that_lie_turned(left: bool, right: bool, first: bool, second: bool, shared: bool) -> None:
+    """Every way to lie, and every way for the product to read it."""
+
+    def operand(x: Any, turned: bool) -> Any:
+        return mb.transpose(x=x, perm=[0, 2, 1]) if turned else x
+
+    def build(x: Any) -> Any:
+        seen = mb.abs(x=x)
+        square = mb.matmul(x=seen, y=numbers(1, 5, 3))  # [2, 3, 3]
+        made = mb.matmul(x=operand(square, left), y=operand(square, right), transpose_x=first, transpose_y=second)
+        return mb.add(x=mb.relu(x=made), y=operand(square, left)) if shared else mb.relu(x=made)
+
+    edited([transposes_down.apply, merge_moves.apply], build, 2, 3, 5)
+
+
+def test_operands_that_lie_otherwise_stay() -> None:
+    """A transpose of one operand alone, and sums over all that torch reduces away."""
+    alone = lambda x: mb.add(x=mb.transpose(x=mb.abs(x=x), perm=[0, 2, 1]), y=mb.exp(x=x))  # noqa: E731
+    assert edited(transposes_down.apply, alone, 1, 4, 4)[0] == 0
+    reduced = lambda x: mb.reduce_max(x=mb.transpose(x=x, perm=[2, 0, 1]), axes=[0, 1], keep_dims=False)  # noqa: E731
+    assert edited(transposes_down.apply, reduced, 2, 3, 4)[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from attnrewrite.targets.runners import opencl, programs, qemu
 from attnrewrite.targets.runners.opencl import DeviceProgram, Launch, Output
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm import device as tvm_device
+from attnrewrite.targets.tvm.importer import import_program
 
 DOUBLE = DeviceProgram(
     inputs=("x",),
@@ -79,7 +80,7 @@ def test_a_gpu_artifact_whose_kernels_could_not_run_says_so(tmp_path: Path, monk
 def test_every_kernel_of_a_program_is_read_with_its_extents() -> None:
     if (reason := tvm_compat.why_missing()) is not None:
         pytest.skip(str(reason))
-    imported = tvm_compat.import_program(specialise(MODEL, INPUTS))
+    imported = import_program(specialise(MODEL, INPUTS))
     program = tvm_device.device_program(tvm_device.build(imported, tvm_compat.profile("gpu")))
     assert len(program.inputs) == 1
     assert program.buffers[program.inputs[0]] == 5 * 8 * 4

@@ -134,7 +134,7 @@ def test_more_monomials_than_memory_are_never_made() -> None:
 
 
 def test_the_polynomials_denominator_is_held_at_the_number_of_keys() -> None:
-    """A polynomial that is nought everywhere would divide by nought."""
+    """A polynomial that is zero everywhere would divide by zero."""
     for order in ("qk", "kv"):
         form = PolynomialForm(2, 4, rank=2, degree=4, scale=0.5, order=order).double()
         with torch.no_grad():

@@ -45,7 +45,7 @@ def towards(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def away(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries on one side and keys on the other, so that features of keys come near nought."""
+    """Queries on one side and keys on the other, so that features of keys come near zero."""
     return 100 + query / 100, -100 - key / 100, value
 
 
@@ -98,7 +98,7 @@ def test_many_tokens(name: str, options: dict, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("reading", ["conversion", "code", "paper"])
 def test_mobile_attention_divides_by_no_nought(reading: str) -> None:
-    """Sigmoids of -100 are below what float32 holds as a normal number, and their products are nought."""
+    """Sigmoids of -100 are below what float32 holds as a normal number, and their products are zero."""
     site = make_site(heads=2, head_dim=8, grid=Grid(8, 8))
     query, key, value = away(*uniform(site, torch.float32))
     form = get_variant("mobile", {"reading": reading}).build(site)

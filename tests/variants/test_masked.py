@@ -123,7 +123,7 @@ def test_what_is_deployed_is_the_hard_mask(soft: bool) -> None:
 
 
 def peaked(site: AttentionSite, near: tuple[float, ...]) -> Heads:
-    """Queries and keys whose scores are `near[h]` at the token itself and nought elsewhere."""
+    """Queries and keys whose scores are `near[h]` at the token itself and zero elsewhere."""
     tokens = site.n_queries
     one_hot = torch.eye(tokens, dtype=torch.float64).expand(1, site.heads, tokens, tokens)
     strength = torch.tensor(near, dtype=torch.float64).reshape(1, -1, 1, 1) / site.scale

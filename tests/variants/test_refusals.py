@@ -7,7 +7,7 @@ import pytest
 from refusal_codes import codes_in
 from variant_sites import make_site
 
-from attnrewrite.errors import Refusal
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.site import AttentionSite, Grid
 from attnrewrite.variants.base import Variant, as_refusal, refusal_of
 from attnrewrite.variants.linear import LinearVariant
@@ -41,9 +41,11 @@ CASES: dict[str, tuple[str, dict, dict]] = {
     "no-grid": ("masked", {}, {}),
     "beyond-grid": ("masked", {"size": 9}, ON_GRID),
     "too-many-heads": ("masked", {"heads": 3}, ON_GRID),
+    "grid-of-other-tokens": ("masked", {"grid": "3x3"}, {}),
+    "other-grid": ("l1", {"grid": "2x6"}, ON_GRID),
 }
 # given by variants of other packages alone
-FOREIGN = {"refused", "keys-not-weighed", "options-not-kept"}
+FOREIGN = {"refused", "keys-not-weighed", "options-not-kept", "variant-failed"}
 
 
 @pytest.mark.parametrize("code", CASES)
@@ -61,6 +63,23 @@ def test_every_reason_in_the_source_has_a_case() -> None:
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", code) for code in found)
 
 
+@pytest.mark.parametrize("text", ["3x3+1", " 3x3+1 ", "10x1", "1x8+2"])
+def test_a_grid_that_cannot_be_seen_can_be_told(text: str) -> None:
+    told, grid = get_variant("masked", {"grid": text}), Grid.parse(text)
+    seen, unseen = make_site(grid=grid), make_site(n_queries=grid.tokens)
+    assert refusal_of(told, unseen) is None
+    assert told.multiplies(unseen) == get_variant("masked").multiplies(seen)
+    local = get_variant("l1", {"local": True, "grid": text})
+    assert str(local.build(unseen)) == str(get_variant("l1", {"local": True}).build(seen))
+    assert refusal_of(told, make_site(grid=Grid(5, 5))) is None, "another stage, whose grid is seen"
+
+
+@pytest.mark.parametrize("text", ["", "14", "0x3", "3x3+", "-1x4", "3x3x3", "14x14+1+1"])
+def test_what_is_no_grid_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is no grid: write rows x columns"):
+        get_variant("l1", {"grid": text})
+
+
 class Plain(LinearVariant):
     """A variant of another package: it answers with sentences, and says nothing of keys."""
 
@@ -74,12 +93,21 @@ class Undecided(Plain):
     no_key_bias = "looks at all keys"  # type: ignore[assignment]
 
 
+class Failing(Plain):
+    def refuse_form(self, site: AttentionSite) -> None:
+        raise KeyError("no such thing\nanywhere")
+
+
+FAILED = "its variant fails when it is asked (KeyError: 'no such thing\\nanywhere'): mend its package"
+
+
 @pytest.mark.parametrize(
     ("variant", "change", "wanted"),
     [
         (Plain(), {}, None),
         (Plain(), {"heads": 3}, Refusal("refused", "has the wrong colour")),
         (Plain(), KEY_MASK, Refusal("keys-not-weighed", "masks keys, and the form has no weights for its keys")),
+        (Failing(), {}, Refusal("variant-failed", FAILED)),
         (Undecided(), KEY_MASK, Refusal("refused", "masks keys, and the form looks at all keys")),
     ],
 )

@@ -88,7 +88,13 @@ def test_a_package_makes_its_variant_known_to_every_command(site: Path, tmp_path
 
     listed = {each["name"]: each for each in attnrewrite("variants")["variants"]}
     assert list(listed) == [*(variant.name for variant in BUILT_IN), "pooled"]
-    assert listed["pooled"]["options"] == {"exact_prefix": True, "local": False, "approximate": False, "own": 0.25}
+    assert listed["pooled"]["options"] == {
+        "exact_prefix": True,
+        "local": False,
+        "approximate": False,
+        "grid": None,
+        "own": 0.25,
+    }
     how = (f"{models_file}:vit", "--input-size", "3x16x16", "--variant", "pooled", "--option", "own=0.5")
     told = attnrewrite("convert", *how, "--out", tmp_path / "out")
     assert [(each["variant"], each["options"]["own"]) for each in told["sites"]] == [("pooled", 0.5)] * 2

@@ -23,7 +23,7 @@ from attnrewrite.passes.verify import relative_error
 from attnrewrite.patterns.onnx.graph import OnnxGraph
 from attnrewrite.patterns.onnx.operators import SHAPE_ONLY
 from attnrewrite.patterns.onnx.recognise import attribute_name
-from attnrewrite.patterns.onnx.sizes import real_inputs
+from attnrewrite.patterns.onnx.sizes import reading, real_inputs
 
 TOLERANCE = 1e-4
 TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS
@@ -208,7 +208,8 @@ class _Importer:
         for value in node.outputs:
             if value.name and not self.view.is_sized(value.name):
                 raise call.unsupported("the size of its result depends on the data")
-        made = self._linear(call) or translation(call)
+        with reading(node):
+            made = self._linear(call) or translation(call)
         results = made if isinstance(made, list | tuple) else (made,)
         for value, result in zip_longest(node.outputs, results):
             if result is not None and value is not None and value.name:

@@ -91,8 +91,8 @@ def _drawn(
         site = found.sites[box.about] if box.kind == "site" and box.about is not None else None
         miss = found.near_misses[box.about] if box.kind == "miss" and box.about is not None else None
         live = [value for value in box.values if not graph.is_constant(value)]
-        told = live[: min(_MOST_LISTED, room)] if box.kind == "run" else []
-        room -= len(told)
+        listed = live[: min(_MOST_LISTED, room)] if box.kind == "run" else []
+        room -= len(listed)
         counts = tuple(operators(graph, live).most_common())
         title, lines = _text(graph, shapes, box, site, miss, counts)
         named = (box.name, title, *lines, *(name for name, _ in counts), *_words(site, miss))
@@ -102,8 +102,8 @@ def _drawn(
                 lines=lines, words=" ".join(dict.fromkeys(named)).lower(),
                 site=site, panel=site_panel(graph, shapes, site, box.values, supported[site.id]) if site else None,
                 miss=miss, counts=counts,
-                listed=tuple(Listed(graph.operation(v).name, graph.scope(v) or v, shapes(v)) for v in told),
-                unlisted=len(live) - len(told) if box.kind == "run" else 0,
+                listed=tuple(Listed(graph.operation(v).name, graph.scope(v) or v, shapes(v)) for v in listed),
+                unlisted=len(live) - len(listed) if box.kind == "run" else 0,
             )
         )  # fmt: skip
     return drawn
@@ -143,14 +143,14 @@ def _telling(graph: GraphView, box: Box, counts: tuple[tuple[str, int], ...]) ->
 
 
 def _kind(site: AttentionSite) -> str:
-    told: list[str] = [site.kind]
+    traits: list[str] = [site.kind]
     if site.axis == "channel":
-        told.append("over channels")
+        traits.append("over channels")
     if site.windowed:
-        told.append(f"{site.windows} windows")
+        traits.append(f"{site.windows} windows")
     if site.bias != "none":
-        told.append(f"{site.bias.replace('-', ' ')} bias")
-    return ", ".join(told)
+        traits.append(f"{site.bias.replace('-', ' ')} bias")
+    return ", ".join(traits)
 
 
 def _tokens(site: AttentionSite) -> str:

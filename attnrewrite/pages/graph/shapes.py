@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from attnrewrite.patterns.graph import GraphView
 
-_RANGES = 4  # rows in more pieces than this are told by their number
+_RANGES = 4  # rows in more pieces than this are given as a count
 
 
 class Shapes:

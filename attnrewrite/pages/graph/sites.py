@@ -134,14 +134,14 @@ def _bias(shapes: Shapes, site: AttentionSite) -> str:
 
 
 def _extras(site: AttentionSite) -> list[str]:
-    told = {
+    traits = {
         "causal mask": site.causal,
         "queries and keys normalised": site.qk_norm,
         "rotary embedding": site.rope,
         "heads mixed": site.talking_heads,
         "probabilities used elsewhere": site.probs_escape,
     }
-    return [what for what, holds in told.items() if holds]
+    return [what for what, holds in traits.items() if holds]
 
 
 def _projection(
@@ -196,11 +196,11 @@ def _text(
         return "given", (f"from {operation.name}", shape), f"{graph.scope(value)} {value}: {shape}"
     role, what = _role(graph, site, value, live)
     constants = [operand for operand in operation.inputs if graph.is_constant(operand)]
-    told = [f"{_named(graph, operand)} {shapes(operand)}" for operand in constants]
+    shown = [f"{_named(graph, operand)} {shapes(operand)}" for operand in constants]
     scalar = operation.attributes.get("scalar")
     name = operation.name if scalar is None else f"{operation.name} {float(scalar):.6g}"  # type: ignore[arg-type]
-    lines = (name if not what else f"{name}: {what}", *told[:2], f"→ {shape}")
-    return role, lines, " · ".join((value, *told, shape))
+    lines = (name if not what else f"{name}: {what}", *shown[:2], f"→ {shape}")
+    return role, lines, " · ".join((value, *shown, shape))
 
 
 def _role(graph: GraphView, site: AttentionSite, value: str, live: Sequence[str]) -> tuple[str, str]:

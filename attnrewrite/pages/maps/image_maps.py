@@ -83,7 +83,7 @@ def image_maps(source: Source, image: Path, original: Source | None = None) -> I
     pixels = read_picture(image, original.preprocessing, original.input_size)
     captured = capture(original.name, original.model or original.program, original.example_inputs)  # type: ignore[arg-type]
     if not captured.exact:
-        raise InputError(f"{captured.note}; its attention on another image cannot be told")
+        raise InputError(f"{captured.note}; its attention on another image cannot be computed")
     taken = original.preprocessing(torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None])
     inputs = (taken, *original.example_inputs[1:])
     scanned, batch = scan_graph(captured.module, original.name), captured.fixed_batch or 1
@@ -115,7 +115,7 @@ def _plan_and_original(source: Source, original: Source | None) -> tuple[Plan | 
 
 
 def _softmax_plan(found: Scan) -> Plan:
-    """Softmax again at every site that lets its queries and keys be told."""
+    """Softmax re-emitted at every site whose queries and keys can be read."""
     softmax = get_variant("softmax")
     return Plan(found.model, tuple(Placement.at(site, softmax) for site in found.sites if not softmax.refuse(site)))
 

@@ -33,7 +33,7 @@ class WindowPlaces:
 
 
 def window_places(graph: GraphView, site: AttentionSite) -> WindowPlaces | str:
-    """Where the site's windows lie, or why that cannot be told, as what the site does.
+    """Where the site's windows lie, or why that is unknown (a clause that says what the site does).
 
     An index tensor goes the way of the tokens, from the feature map through rolls, padding and partition.
     """
@@ -55,7 +55,7 @@ def window_places(graph: GraphView, site: AttentionSite) -> WindowPlaces | str:
     spread = [axis for axis in range(len(shape)) if axis != batch and len(np.unique(axes[axis][there])) > 1]
     grid = _grid([shape[axis] for axis in spread], index, there)
     if grid is None or len(first) != site.windows:
-        return "attends in windows, and how they lie in the image cannot be told from the graph"
+        return "attends in windows, and the graph does not show how they lie in the image"
     rows, columns = grid
     place = axes[spread[0]] if len(spread) == 1 else axes[spread[0]] * columns + axes[spread[1]]
     place = np.where(there, place, OFF)[first]

@@ -24,12 +24,14 @@ def heads_by_locality(locality: Callable[..., Tensor], batches: Iterable[Heads])
 
 
 def masking_error(mask: Callable[..., Tensor], scale: float, batches: Iterable[Heads]) -> tuple[Tensor, Tensor]:
-    """Per head [H]: the squared error that `mask` makes in the output, and the energy of the exact output."""
-    error, energy = torch.zeros(2, 1, dtype=torch.float64)
+    """Per head [H]: the squared error that `mask` makes in the output, and the exact one's energy around its mean."""
+    error, squares = torch.zeros(2, 1, dtype=torch.float64)
+    total, rows = torch.zeros(1, 1, dtype=torch.float64), 0
     for heads, exact in with_outputs(batches, scale):
         error = error + (mask(*heads) - exact).double().square().sum((0, 2, 3)).cpu()
-        energy = energy + (exact - exact.mean((0, 2), keepdim=True)).double().square().sum((0, 2, 3)).cpu()
-    return error, energy
+        squares = squares + exact.double().square().sum((0, 2, 3)).cpu()
+        total, rows = total + exact.double().sum((0, 2)).cpu(), rows + exact.shape[0] * exact.shape[2]
+    return error, squares - total.square().sum(1) / max(rows, 1)
 
 
 def heads_by_error(

@@ -76,17 +76,20 @@ def score_factors(batches: Iterator[Heads], scale: float, rank: int) -> tuple[Te
     Each side's coordinates have the singular values as their mean squares, in order.
     """
     query, key, mean = (torch.zeros(1, dtype=torch.float64) for _ in range(3))
-    for count, heads in enumerate(batches, start=1):
+    images = 0
+    for heads in batches:
         weights = key_weights(heads.bias)
         centre = token_mean(heads.key, weights)
         root = None if weights is None else weights.sqrt()
-        query = query.to(centre.device) + (_moment(heads.query) - query.to(centre.device)) / count
-        key = key.to(centre.device) + (_moment(weighed(heads.key - centre, root)) - key.to(centre.device)) / count
-        mean = mean.to(centre.device) + (centre.double().mean(0) - mean.to(centre.device)) / count
+        images += len(centre)
+        share = len(centre) / images  # of all images so far: batches need not be alike
+        query = query.to(centre.device) + (_moment(heads.query) - query.to(centre.device)) * share
+        key = key.to(centre.device) + (_moment(weighed(heads.key - centre, root)) - key.to(centre.device)) * share
+        mean = mean.to(centre.device) + (centre.double().mean(0) - mean.to(centre.device)) * share
     (query_root, query_inverse), (key_root, key_inverse) = _roots(query), _roots(key)
     left, energy, right = torch.linalg.svd(query_root @ key_root * scale)
-    share = energy[:, :rank].sqrt().unsqueeze(1)
-    return query_inverse @ left[:, :, :rank] * share, key_inverse @ right.mT[:, :, :rank] * share, mean
+    root_energy = energy[:, :rank].sqrt().unsqueeze(1)
+    return query_inverse @ left[:, :, :rank] * root_energy, key_inverse @ right.mT[:, :, :rank] * root_energy, mean
 
 
 def _moment(tokens: Tensor) -> Tensor:

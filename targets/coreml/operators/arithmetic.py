@@ -25,10 +25,15 @@ DTYPES = {
 
 _UNARY = {
     "abs": torch.abs,
+    "acos": torch.acos,
+    "asin": torch.asin,
+    "atan": torch.atan,
     "ceil": torch.ceil,
     "cos": torch.cos,
+    "cosh": torch.cosh,
     "erf": torch.erf,
     "exp": torch.exp,
+    "exp2": torch.exp2,
     "floor": torch.floor,
     "logical_not": torch.logical_not,
     "relu": torch.relu,
@@ -38,9 +43,12 @@ _UNARY = {
     "sign": torch.sign,
     "silu": F.silu,
     "sin": torch.sin,
+    "sinh": torch.sinh,
     "softplus": F.softplus,
+    "softsign": F.softsign,
     "sqrt": torch.sqrt,
     "square": torch.square,
+    "tan": torch.tan,
     "tanh": torch.tanh,
 }
 
@@ -66,12 +74,15 @@ _BINARY = {
 }
 
 _REDUCTIONS: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
+    "reduce_l1_norm": lambda x, axes, keep: x.abs().sum(axes, keep),
     "reduce_l2_norm": lambda x, axes, keep: x.square().sum(axes, keep).sqrt(),
     "reduce_log_sum_exp": lambda x, axes, keep: x.logsumexp(axes, keep),
     "reduce_max": lambda x, axes, keep: x.amax(axes, keep),
     "reduce_mean": lambda x, axes, keep: x.mean(axes, keep),
     "reduce_min": lambda x, axes, keep: x.amin(axes, keep),
+    "reduce_prod": lambda x, axes, keep: _product(x, axes, keep),
     "reduce_sum": lambda x, axes, keep: x.sum(axes, keep),
+    "reduce_sum_square": lambda x, axes, keep: x.square().sum(axes, keep),
 }
 
 ELEMENTWISE = (
@@ -80,6 +91,7 @@ ELEMENTWISE = (
     "clip",
     "elu",
     "gelu",
+    "inverse",
     "leaky_relu",
     "linear_activation",
     "log",
@@ -91,6 +103,12 @@ REDUCTIONS = tuple(_REDUCTIONS)
 
 def _axes(axes: Tensor | None, x: Tensor) -> list[int]:
     return list(range(x.dim())) if axes is None else [axis % x.dim() for axis in axes.tolist()]
+
+
+def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    for axis in sorted(axes, reverse=True):
+        x = x.prod(axis, keep)
+    return x
 
 
 # Activations
@@ -108,6 +126,10 @@ def gelu(x: Tensor, mode: str) -> Tensor:
     if mode == "SIGMOID_APPROXIMATION":
         return x * torch.sigmoid(1.702 * x)
     return F.gelu(x, approximate="tanh" if mode == "TANH_APPROXIMATION" else "none")
+
+
+def inverse(x: Tensor, epsilon: Tensor) -> Tensor:
+    return 1 / (x + epsilon)
 
 
 def leaky_relu(x: Tensor, alpha: Tensor) -> Tensor:
@@ -293,6 +315,7 @@ _FUNCTIONS = (
     clip,
     elu,
     gelu,
+    inverse,
     leaky_relu,
     linear_activation,
     log,

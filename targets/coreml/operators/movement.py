@@ -1,4 +1,4 @@
-"""Core ML's operators that move data: shapes, slices, gathers, resampling. Called as those of arithmetic are."""
+"""Core ML's operators that move data: shapes, slices, resampling. Called as those of arithmetic are."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from attnrewrite.errors import InputError
 
 
 def reshape(x: Tensor, shape: Tensor) -> Tensor:
@@ -68,6 +70,13 @@ def slice_by_index(
     return x
 
 
+def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Tensor:
+    for axis, (first, length) in enumerate(zip(begin.tolist(), size.tolist(), strict=True)):
+        first %= x.shape[axis]
+        x = x.narrow(axis, first, x.shape[axis] - first if length == -1 else length)
+    return x
+
+
 def pad(x: Tensor, pad: Tensor, mode: str, constant_val: Tensor) -> Tensor:
     pairs = pad.reshape(-1, 2).flip(0).flatten().tolist()
     if mode == "constant":
@@ -91,21 +100,24 @@ def tile(x: Tensor, reps: Tensor) -> Tensor:
     return x.repeat(reps.tolist())
 
 
-def gather(
-    x: Tensor, indices: Tensor, axis: Tensor, batch_dims: Tensor, validate_indices: Tensor | None = None
-) -> Tensor:
-    assert int(batch_dims) == 0, "gather over batches"
-    dim = int(axis) % x.dim()
-    rows = x.index_select(dim, indices.long().reshape(-1) % x.shape[dim])
-    return rows.reshape(x.shape[:dim] + indices.shape + x.shape[dim + 1 :])
-
-
-def gather_along_axis(x: Tensor, indices: Tensor, axis: Tensor, validate_indices: Tensor | None = None) -> Tensor:
-    return x.gather(int(axis), indices.long())
-
-
 def select(cond: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(cond.bool(), a, b)
+
+
+def shape(x: Tensor) -> Tensor:
+    return torch.tensor(x.shape, dtype=torch.int32)
+
+
+def fill(shape: Tensor, value: Tensor) -> Tensor:
+    return value.expand(shape.tolist()).clone()
+
+
+def fill_like(ref_tensor: Tensor, value: Tensor) -> Tensor:
+    return value.expand(ref_tensor.shape).clone()
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
 
 
 def band_part(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
@@ -115,6 +127,10 @@ def band_part(x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
 
 def pixel_shuffle(x: Tensor, upscale_factor: Tensor) -> Tensor:
     return F.pixel_shuffle(x, int(upscale_factor))
+
+
+def pixel_unshuffle(x: Tensor, downscale_factor: Tensor) -> Tensor:
+    return F.pixel_unshuffle(x, int(downscale_factor))
 
 
 def upsample_nearest_neighbor(x: Tensor, scale_factor_height: Tensor, scale_factor_width: Tensor) -> Tensor:
@@ -132,6 +148,22 @@ def upsample_bilinear(
     return F.interpolate(x, scale_factor=factors, mode="bilinear", align_corners=bool(align_corners))
 
 
+def resample(
+    x: Tensor,
+    coordinates: Tensor,
+    sampling_mode: str,
+    padding_mode: str,
+    padding_value: Tensor,
+    coordinates_mode: str,
+    align_corners: Tensor,
+) -> Tensor:
+    """Of the ways to say coordinates and what lies outside, those that torch has."""
+    outside = {"constant": "zeros", "border": "border"}.get(padding_mode)
+    if coordinates_mode != "normalized_minus_one_to_one" or outside is None or float(padding_value):
+        raise InputError(f"a resample by {coordinates_mode} with {padding_mode} padding cannot be checked here")
+    return F.grid_sample(x, coordinates, sampling_mode, outside, bool(align_corners))
+
+
 _FUNCTIONS = (
     reshape,
     transpose,
@@ -141,17 +173,22 @@ _FUNCTIONS = (
     stack,
     split,
     slice_by_index,
+    slice_by_size,
     pad,
     crop,
     reverse,
     tile,
-    gather,
-    gather_along_axis,
     select,
+    shape,
+    fill,
+    fill_like,
+    identity,
     band_part,
     pixel_shuffle,
+    pixel_unshuffle,
     upsample_nearest_neighbor,
     upsample_bilinear,
+    resample,
 )
 
 OPERATORS: dict[str, Callable[..., Any]] = {function.__name__: function for function in _FUNCTIONS}

@@ -33,13 +33,13 @@ def _shortened(variable: Any, block: Any) -> bool:
     if found is None or wanted is None:
         return False
     chain = _chain(variable, found.base)
-    known = {operation.name for operation in block.operations}
+    known = set(map(id, block.operations))  # names are not unique yet
     made = views.write(wanted, found.base, variable.op)
     if made is None:
         return False
-    added = [each for each in block.operations if each.name not in known and each.op_type in views.MOVES]
-    if _cost(added) >= _cost(chain):
-        block.remove_ops([each for each in block.operations if each.name not in known][::-1])
+    added = [each for each in block.operations if id(each) not in known]
+    if _cost([each for each in added if each.op_type in views.MOVES]) >= _cost(chain):
+        block.remove_ops(added[::-1])
         return False
     return bool(block.try_replace_uses_of_var_after_op(anchor_op=variable.op, old_var=variable, new_var=made))
 

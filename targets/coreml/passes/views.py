@@ -120,6 +120,9 @@ def transposed(variable: Var, order: Sequence[int], before: Any) -> Var:
 
     if list(order) == sorted(order):
         return variable
+    long = [axis for axis in order if variable.shape[axis] != 1]
+    if long == sorted(long) and is_static(variable):
+        return reshaped(variable, [variable.shape[axis] for axis in order], before)
     return Builder.transpose(x=variable, perm=np.array(order, np.int32), before_op=before)
 
 

@@ -10,7 +10,8 @@ from tvm import relax
 
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguous
 
-RESHAPES = ("relax.reshape", "relax.squeeze", "relax.expand_dims", "relax.flatten")
+# A cast from float32 to itself moves nothing, and so does none of the others in memory.
+RESHAPES = ("relax.reshape", "relax.squeeze", "relax.expand_dims", "relax.flatten", "relax.astype")
 MOVEMENT = (*RESHAPES, "relax.permute_dims", "relax.broadcast_to", "relax.strided_slice")
 FLOAT32 = "float32"
 

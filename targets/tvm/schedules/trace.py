@@ -26,12 +26,17 @@ from attnrewrite.targets.tvm.schedules.expression import (
 from attnrewrite.targets.tvm.schedules.graph import Graph, is_float, same, shape
 from attnrewrite.targets.tvm.schedules.view import Layout, View, contiguous, inverse
 
-ONE = ("abs", "negative", "exp", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "nn.relu", "nn.gelu", "nn.silu")
+ONE = (
+    *("abs", "negative", "exp", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "nn.relu", "nn.gelu", "nn.silu"),
+    *("log", "sin", "cos", "floor", "ceil", "square"),
+)
 TWO = ("add", "subtract", "multiply", "divide", "maximum", "minimum")
+ORDERS = ("greater", "greater_equal", "less", "less_equal", "equal", "not_equal")
 # Their kernels do the arithmetic on their results, too.
 WITH_EPILOGUE = ("relax.matmul", "relax.nn.conv2d", "relax.sum", "relax.mean")
 UNARY = {f"relax.{name}": name.removeprefix("nn.") for name in ONE}
 BINARY = {f"relax.{name}": name for name in TWO}
+COMPARISONS = {f"relax.{name}": name for name in ORDERS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,15 +80,21 @@ def elementwise(graph: Graph, var: Any) -> Elementwise:
 
 def destination(graph: Graph, var: Any) -> tuple[Any, Layout, tuple[Any, ...]]:
     """What a value is before it is only moved, where that has to be written to be the value, and what moves it."""
-    place, passed = contiguous(shape(var)), []
+    return destinations(graph, var)[-1]
+
+
+def destinations(graph: Graph, var: Any) -> list[tuple[Any, Layout, tuple[Any, ...]]]:
+    """The value itself and what it is before each step of movement that leads to it, back to its `destination`."""
+    place = contiguous(shape(var))
+    found: list[tuple[Any, Layout, tuple[Any, ...]]] = [(var, place, ())]
     while (call := graph.call(var, *relax_graph.MOVEMENT)) is not None:
         operand = call.args[0]
         before = relax_graph.moved_back(call, place)
         if before is None or not graph.is_sole(operand) or not is_float(operand) or operand not in graph.definitions:
             break
-        passed.append(var)
+        found.append((operand, before, (*found[-1][2], var)))
         var, place = operand, before
-    return var, place, tuple(passed)
+    return found
 
 
 def trace(graph: Graph, var: Any, operators: tuple[str, ...]) -> Traced | Refusal:
@@ -195,8 +206,14 @@ def _applied(graph: Graph, var: Any) -> tuple[str, list[Any]] | None:
         return BINARY[name], list(call.args)
     if name == "relax.clip":
         return "clip", [call.args[0], *(Number(graph.number(bound)) for bound in call.args[1:])]  # type: ignore[arg-type]
-    if name == "relax.power" and is_float(call.args[0]) and graph.number(call.args[1]) == 2:
-        return "square", [call.args[0]]
+    if name == "relax.power" and all(map(is_float, call.args)):
+        return ("square", [call.args[0]]) if graph.number(call.args[1]) == 2 else ("power", list(call.args))
+    if name == "relax.nn.leakyrelu" and float(call.attrs.alpha) <= 1:
+        return "leaky", [call.args[0], Number(float(call.attrs.alpha))]
+    if name == "relax.where" and all(map(is_float, call.args[1:])):
+        compared = graph.call(call.args[0], *COMPARISONS)
+        if compared is not None and graph.is_sole(call.args[0]) and all(map(is_float, compared.args)):
+            return f"where_{COMPARISONS[compared.op.name]}", [*compared.args, *call.args[1:]]
     return None
 
 
@@ -224,8 +241,9 @@ def _build(operation: str, operands: list[Expression]) -> Expression:
     if operation == "clip":
         value, low, high = operands
         return Apply("minimum", (high, Apply("maximum", (low, value))))
-    if operation == "square":
-        return Apply("square", tuple(operands))
+    if operation == "leaky":
+        value, slope = operands
+        return Apply("maximum", (Apply("multiply", (value, slope)), value))
     if operation == "scale_and_shift":
         value, scale, shift = operands
         return Apply("add", (Apply("multiply", (value, scale)), shift))

@@ -123,6 +123,16 @@ def test_fold_constants_computes_what_follows_from_weights_alone(program: Export
     assert not FoldConstants().apply(Decompose()(result.graph)).modified
 
 
+def test_folding_again_leaves_the_first_constants_as_they_are() -> None:
+    class Sum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(x + torch.arange(6) * 2.0)
+
+    once = FoldConstants()(Decompose()(torch.export.export(Sum(), (X,))))
+    more = Decompose({torch.ops.aten.relu.default: lambda x: x + torch.arange(6) * 3.0})(once)
+    assert same(more, FoldConstants()(more))
+
+
 def test_constants_that_are_written_over_are_not_folded(program: ExportedProgram) -> None:
     with pytest.raises(InputError, match=r"fold-constants cannot be applied: the graph writes in place at detach_ "):
         FoldConstants()(program)

@@ -10,7 +10,7 @@ import torch
 from onnx_runs import exported_vit, run
 from onnx_spellings import NOT_ON_PROCESSORS, spelled
 from tiny_vits import IMAGE, Vit
-from torch import nn
+from torch.fx import GraphModule
 
 from attnrewrite.errors import InputError
 from attnrewrite.frontends.capture import capture
@@ -90,10 +90,19 @@ def exported() -> tuple[Vit, ir.Model]:
 
 
 @pytest.fixture(scope="module")
-def deep() -> tuple[Vit, ir.Model]:
+def deep() -> tuple[GraphModule, ir.Model]:
     torch.manual_seed(0)
     model = Vit(depth=4).eval()
-    return model, exported_vit(model)
+    return capture("vit", model, (torch.randn(IMAGE),)).module, exported_vit(model)
+
+
+@pytest.fixture(scope="module")
+def half() -> tuple[GraphModule, ir.Model]:
+    """A model in float64, and its file in float16."""
+    torch.manual_seed(0)
+    model = Vit().eval().half()
+    file = exported_vit(model)
+    return capture("vit", model.double(), (torch.randn(IMAGE, dtype=torch.float64),)).module, file
 
 
 def test_a_plan_made_from_torch_applies_to_the_export_and_back(exported: tuple[Vit, ir.Model]) -> None:
@@ -164,14 +173,13 @@ def in_turn(model: ir.Model, monkeypatch: pytest.MonkeyPatch, *variants: Variant
     ids=str,
 )
 def test_alike_sites_are_exported_once(
-    forms: tuple[str, ...], expected: int, deep: tuple[nn.Module, ir.Model], monkeypatch: pytest.MonkeyPatch
+    forms: tuple[str, ...], expected: int, deep: tuple[GraphModule, ir.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four sites of one size: what torch exports is each form once, and every site computes with its own weights."""
-    module, file = deep
+    original, file = deep
     chosen = [get_variant(form) for form in forms]
     result, exports = in_turn(file, monkeypatch, *chosen)
     assert exports == expected
-    original = capture("vit", module, (torch.randn(IMAGE),)).module
     found = scan(FxGraph(original), "vit")
     plan = Plan("vit", tuple(Placement.at(site, chosen[n % len(chosen)]) for n, site in enumerate(found.sites)))
     images = torch.randn(3, *IMAGE[1:])
@@ -182,21 +190,19 @@ def test_alike_sites_are_exported_once(
 
 
 def test_sites_of_other_sizes_or_options_are_exported_themselves(
-    deep: tuple[nn.Module, ir.Model], monkeypatch: pytest.MonkeyPatch
+    deep: tuple[GraphModule, ir.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forms = [get_variant("l1"), get_variant("l1", {"centred": False}), get_variant("l1", {"order": "qk"})]
     assert in_turn(deep[1], monkeypatch, *forms)[1] == 3
 
 
 @pytest.mark.parametrize("form", ["softmax", "l1", "masked", "polynomial"])
-def test_a_site_is_written_in_the_precision_of_its_model(form: str) -> None:
+def test_a_site_is_written_in_the_precision_of_its_model(form: str, half: tuple[GraphModule, ir.Model]) -> None:
     """A file in float16, against the torch module in float64."""
-    torch.manual_seed(0)
-    model = Vit().eval().half()
-    file, images = exported_vit(model), torch.randn(3, *IMAGE[1:]).half()
+    original, file = half
+    images = torch.randn(3, *IMAGE[1:]).half()
     result, _ = OnnxRewrite(plan_for(scan_onnx(OnnxGraph(file), "vit"), get_variant(form))).apply(file)
     onnx.checker.check_model(ir.serde.serialize_model(result), full_check=True)
-    original = capture("vit", model.double(), (torch.randn(IMAGE, dtype=torch.float64),)).module
     exact = FxRewrite(plan_for(scan(FxGraph(original), "vit"), get_variant(form)))(original).double()
     found = run(result, images.numpy())[0]
     assert found.dtype == np.float16

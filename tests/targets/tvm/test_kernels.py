@@ -175,6 +175,63 @@ def test_layer_norm(rows: int, channels: int, offset: float, scale: float) -> No
 
 
 @DRAWN
+@given(batch=st.integers(1, 2), places=sizes, channels=st.integers(1, 40), back=st.booleans())
+def test_layer_norm_over_the_channels_of_images(batch: int, places: int, channels: int, back: bool) -> None:
+    (x,) = values((batch, channels, places))
+    gamma, beta = values((channels,), (channels,))
+
+    def norm(x: object, g: object, b: object) -> object:
+        found = relax.op.nn.layer_norm(relax.op.permute_dims(x, (0, 2, 1)), g, b, axes=[-1], epsilon=1e-5)
+        return relax.op.permute_dims(found, (0, 2, 1)) if back else found
+
+    rules, run = scheduled([x], norm, [gamma, beta])
+    assert rules == ["normalise"]
+    (z,) = wide(x.swapaxes(1, 2))
+    centred = z - z.mean(-1, keepdims=True)
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * gamma + beta
+    close(run(), expected.swapaxes(1, 2) if back else expected)
+
+
+@DRAWN
+@given(batch=st.integers(1, 3), groups=st.integers(1, 4), each=st.integers(1, 5), image=images)
+def test_group_norm(batch: int, groups: int, each: int, image: tuple[int, int]) -> None:
+    channels = groups * each
+    (x,) = values((batch, channels, *image))
+    gamma, beta = values((channels,), (channels,))
+    rules, run = scheduled(
+        [x], lambda x, g, b: relax.op.nn.group_norm(x, g, b, groups, 1, [2, 3], epsilon=1e-5), [gamma, beta]
+    )
+    assert rules == ["normalise groups"]
+    (z,) = wide(x.reshape(batch, groups, -1))
+    centred = z - z.mean(-1, keepdims=True)
+    found = (centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)).reshape(x.shape)
+    close(run(), found * gamma[:, None, None] + beta[:, None, None])
+
+
+@DRAWN
+@given(
+    batch=st.integers(1, 2), windows=st.tuples(st.integers(1, 3), st.integers(1, 3)), size=st.integers(1, 5),
+    channels=st.integers(1, 40), columns=sizes, processor=processors,
+)  # fmt: skip
+def test_product_of_windows_of_an_image(
+    batch: int, windows: tuple[int, int], size: int, channels: int, columns: int, processor: Profile
+) -> None:
+    down, right = windows
+    image = (batch, down * size, right * size, channels)
+    (x,), (weight, bias) = values(image), values((channels, columns), (columns,))
+    parts, tokens = (batch, down, size, right, size, channels), (batch * down * right, size * size, channels)
+
+    def partitioned(x: object, w: object, b: object) -> object:
+        found = relax.op.permute_dims(relax.op.reshape(x, parts), (0, 1, 3, 2, 4, 5))
+        return relax.op.add(relax.op.matmul(relax.op.reshape(found, tokens), w), b)
+
+    rules, run = scheduled([x], partitioned, [weight, bias], processor)
+    first, second, third = wide(x, weight, bias)
+    close(run(), first.reshape(parts).transpose(0, 1, 3, 2, 4, 5).reshape(tokens) @ second + third)
+    assert "matmul" in rules
+
+
+@DRAWN
 @given(rows=sizes, channels=st.integers(1, 130), scale=scales)
 def test_rms_norm(rows: int, channels: int, scale: float) -> None:
     (x,), (gamma,) = values((rows, channels), scale=scale), values((channels,))
@@ -300,6 +357,24 @@ def test_concatenation(lengths: list[int], axis: int) -> None:
     rules, run = scheduled(arrays, lambda *x: relax.op.concat([relax.op.negative(x[0]), *x[1:]], axis))
     assert rules == ["concat"]
     np.testing.assert_array_equal(run(), np.concatenate([-arrays[0], *arrays[1:]], axis))
+
+
+@DRAWN
+@given(
+    shape=st.tuples(*3 * [st.integers(1, 20)]), axis=st.integers(0, 2), count=st.integers(1, 30), moved=st.booleans()
+)
+def test_elements_from_known_places(shape: Shape, axis: int, count: int, moved: bool) -> None:
+    (x,) = values(shape)
+    places = np.random.default_rng(count).integers(-shape[axis], shape[axis], count)
+
+    def take(x: object) -> object:
+        found = relax.op.take(x, relax.const(places), axis, mode="wrap")
+        return relax.op.permute_dims(found, (2, 0, 1)) if moved else found
+
+    rules, run = scheduled([x], take)
+    assert rules == ["take"]
+    expected = np.take(x, places, axis)
+    np.testing.assert_array_equal(run(), expected.transpose(2, 0, 1) if moved else expected)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (16,), (4099,)])

@@ -17,6 +17,7 @@ from attnrewrite.targets import agreement as check
 from attnrewrite.targets.prepare import reference, specialise
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm import relax_pipeline
+from attnrewrite.targets.tvm.importer import import_program
 from attnrewrite.targets.tvm.schedules.profile import cores, profile
 
 tvm = pytest.importorskip("tvm")
@@ -29,7 +30,7 @@ ATTENTION_OF = {"softmax": "attention", "l1": "reduction", "relu-linear": "matmu
 def lowered(module: nn.Module, inputs: tuple[Tensor, ...]) -> tvm_compat.Scheduled:
     """The module compiled for this machine, its outputs having agreed with torch's."""
     with torch.no_grad():
-        made = tvm_compat.build_for_cpu(tvm_compat.import_program(specialise(module.eval(), inputs)), "host")
+        made = tvm_compat.build_for_cpu(import_program(specialise(module.eval(), inputs)), "host")
         check.agree("it", tvm_compat.bind(made.executable, inputs, 2)(), reference(module, inputs), check.FLOAT32)
     return made
 
@@ -87,7 +88,7 @@ def test_deit_tiny() -> None:
 def test_the_pipeline_compiles_modules_of_others() -> None:
     model, inputs = tiny_vit("softmax", depth=1)
     target = tvm.target.Target(dict(profile("host").target))
-    module = tvm_compat.import_program(specialise(model, inputs))
+    module = import_program(specialise(model, inputs))
     executable = tvm.compile(module, target, relax_pipeline=relax_pipeline("host"))
     found = tvm_compat.bind(executable, inputs, 1)()
     check.agree("it", found, reference(model, inputs), check.FLOAT32)

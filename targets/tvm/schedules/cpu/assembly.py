@@ -1,5 +1,6 @@
 """A kernel's steps as its rule puts them together: operands in the form that products read, then the product."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -83,7 +84,8 @@ class Assembly:
             right, batch = without(right, lead), ()
             (left_layout, out), after = joined([first.layout, out], after, lead + 1)
             first = replace(first, layout=left_layout)
-        tile = best_tile(profile, *out.shape[-2:])
+        row_axes = 1 if batch else len(out.shape) - 1
+        tile = best_tile(profile, math.prod(out.shape[-1 - row_axes : -1]), columns)
         second: Load | Panels
         if isinstance(right, Leaf) and has_rows(right.view):
             second = arguments.load(right.view)
@@ -93,10 +95,7 @@ class Assembly:
             layouts, after = joined([first.layout, second.layout, out], after, lead)
             first, second = replace(first, layout=layouts[0]), replace(second, layout=layouts[1])
             out = layouts[2]
-        else:
-            outer = out.shape[:-2]
-            second = replace(second, layout=second.layout.expand((*outer, *second.layout.shape)))
-        product = Product(depth, first, second, out, after, tile)
+        product = Product(depth, first, second, out, after, tile, row_axes)
         return self.add(product, arguments.bases, written)
 
 

@@ -3,15 +3,14 @@ a sum over the window's elements.
 """
 
 import math
-from functools import reduce
 
 import numpy as np
 
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded
-from attnrewrite.targets.tvm.schedules.cpu.elementwise import Fill, Part
+from attnrewrite.targets.tvm.schedules.cpu.depthwise import Depthwise
 from attnrewrite.targets.tvm.schedules.cpu.windows import Windows, pair, sides
-from attnrewrite.targets.tvm.schedules.expression import Apply, Arguments, Expression, Leaf, moved, ordered, substituted
+from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, moved, ordered
 from attnrewrite.targets.tvm.schedules.graph import shape
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
@@ -34,7 +33,7 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     weight = call.graph.constant(node.args[1])
     if weight is None:
         return Refusal("weights", "is a convolution with computed weights")
-    _, channels, height, width = shape(traced.anchor)
+    *_, height, width = shape(traced.anchor)
     windows = Windows(
         (weight.shape[2], weight.shape[3]),
         pair(attributes.strides),
@@ -44,10 +43,10 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     source = operand(call.graph, node.args[0])
     assembly = Assembly((*traced.covers, *source.covers))
     space, groups = shape(node.args[0]), int(attributes.groups)
+    if groups == space[1] and math.prod(windows.size) <= MOST_TAPS:
+        return _by_channel(call, traced, assembly, source.expression, windows, weight)
     image = windows.image(assembly, source.expression, space, (height, width), 0.0)
     seen = View(image.base, windows.over(image.layout, (height, width)))
-    if groups == channels == space[1] and math.prod(windows.size) <= MOST_TAPS:
-        return _by_channel(call, traced, assembly, seen, weight)
     if groups == 1 and traced.out.strides[1] == 1:
         return _tokens(call, traced, assembly, seen, weight, profile)
     return _images(call, traced, assembly, seen, weight, groups, profile)
@@ -115,19 +114,26 @@ def _copied(assembly: Assembly, windows: View, space: tuple[int, ...]) -> View:
     return View(made.base, flat)
 
 
-def _by_channel(call: Call, traced: Traced, assembly: Assembly, seen: View, weight: np.ndarray) -> Kernel:
-    """The sum of the window's elements times their weights, in the kernel that does the arithmetic after it."""
-    space = shape(traced.anchor)
-    taps = []
-    for row, column in np.ndindex(*weight.shape[2:]):
-        at = seen.layout.narrow(2, row, 1).narrow(3, column, 1)
-        window = Layout(space, (*at.strides[:2], *at.strides[4:]), at.offset)
-        factor = View(np.ascontiguousarray(weight[:, 0, row, column]), Layout(space, (0, 1, 0, 0)))
-        taps.append(Apply("multiply", (Leaf(View(seen.base, window)), Leaf(factor))))
-    total: Expression = reduce(lambda one, other: Apply("add", (one, other)), taps)
+def _by_channel(
+    call: Call, traced: Traced, assembly: Assembly, image: Expression, windows: Windows, weight: np.ndarray
+) -> Kernel:
+    """Each channel's windows times its own weights."""
+    node = call.graph.call(traced.anchor)
+    assert node is not None
+    space, channels = shape(node.args[0]), weight.shape[0]
     arguments = Arguments()
-    value = arguments.loading(substituted(traced.epilogue, total))
-    assembly.add(Fill((Part(traced.out, value),), name="depthwise"), arguments.bases, shape(call.var))
+    read = arguments.loading(image)
+    factors = View(np.ascontiguousarray(weight.reshape(channels, -1)), contiguous((channels, weight[0].size)))
+    kernel = Depthwise(
+        read,
+        space,
+        windows,
+        arguments.load(factors),
+        channels // space[1],
+        traced.out,
+        arguments.loading(traced.epilogue),
+    )
+    assembly.add(kernel, arguments.bases, shape(call.var))
     return assembly.kernel()
 
 

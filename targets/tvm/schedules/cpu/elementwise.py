@@ -21,7 +21,7 @@ from attnrewrite.targets.tvm.schedules.expression import (
 from attnrewrite.targets.tvm.schedules.graph import is_float, same, shape
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule, Step
-from attnrewrite.targets.tvm.schedules.trace import destination, elementwise, operand
+from attnrewrite.targets.tvm.schedules.trace import destination, destinations, elementwise, operand
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
 LEAST_ROW = 64  # shorter last axes share a task with others
@@ -78,15 +78,16 @@ def copying(value: Expression, into: Shape) -> Fill:
 
 
 def _arithmetic(call: Call, profile: Profile) -> Kernel | Refusal:
-    source, out, passed = destination(call.graph, call.var)
-    found = elementwise(call.graph, source)
-    if any(same(leaf.view.base, source) for leaf in leaves(found.expression)):
-        return Refusal("no-arithmetic", f"is no arithmetic that there are kernels for: {call.operator}")
-    arguments = Arguments()
-    value = arguments.loading(found.expression)
-    covers = (*passed, *found.covers) or (call.var,)
-    function_ = Fill((Part(out, value),), name="elementwise" if found.covers else "copy")
-    return Kernel((Step(function_, tuple(arguments.bases), shape(call.var)),), covers)
+    # The furthest back that there is arithmetic to do, or something to copy from.
+    for source, out, passed in reversed(destinations(call.graph, call.var)):
+        found = elementwise(call.graph, source)
+        if not any(same(leaf.view.base, source) for leaf in leaves(found.expression)):
+            arguments = Arguments()
+            value = arguments.loading(found.expression)
+            covers = (*passed, *found.covers) or (call.var,)
+            function_ = Fill((Part(out, value),), name="elementwise" if found.covers else "copy")
+            return Kernel((Step(function_, tuple(arguments.bases), shape(call.var)),), covers)
+    return Refusal("no-arithmetic", f"is no arithmetic that there are kernels for: {call.operator}")
 
 
 def _joined(call: Call, profile: Profile) -> Kernel | Refusal:

@@ -17,18 +17,25 @@ OPAQUE = 8  # TVM's word for a function that must not be fused with others
 FEWEST_FOR_THREADS = 4096  # numbers: less work than that is done sooner than another thread wakes up
 
 
-def function(shapes: Sequence[Shape], body: Callable[..., None]) -> Any:
-    """The TIR function of tensors of `shapes` whose statements `body` writes, given each tensor as a flat buffer."""
+def function(shapes: Sequence[Shape], body: Callable[..., None], integers: Sequence[int] = ()) -> Any:
+    """The TIR function of tensors of `shapes` whose statements `body` writes, given each tensor as a flat buffer.
+
+    They are of float32, but for the arguments that `integers` numbers, which are of int32.
+    """
+    types = ["int32" if index in integers else "float32" for index in range(len(shapes))]
     with IRBuilder() as builder, T.prim_func(is_private=True, s_tir=True):
         T.func_attr({"tirx.noalias": True, "op_pattern": OPAQUE, "tirx.is_scheduled": True})
-        arguments = [T.arg(f"a{index}", T.buffer(shape, "float32")) for index, shape in enumerate(shapes)]
+        arguments = [
+            T.arg(f"a{index}", T.buffer(shape, dtype))
+            for index, (shape, dtype) in enumerate(zip(shapes, types, strict=True))
+        ]
         # Passes that look at reshapes want to see a block around everything.
         with T.sblock("root"):
             T.reads([])
             T.writes([])
             flat = [
-                T.decl_buffer((math.prod(shape),), "float32", data=argument.data)
-                for shape, argument in zip(shapes, arguments, strict=True)
+                T.decl_buffer((math.prod(shape),), dtype, data=argument.data)
+                for shape, dtype, argument in zip(shapes, types, arguments, strict=True)
             ]
             body(*flat)
     return builder.get()

@@ -5,7 +5,7 @@ from typing import Any
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules import graph as relax_graph
 from attnrewrite.targets.tvm.schedules.cpu.rows import Normalise, Softmax
-from attnrewrite.targets.tvm.schedules.expression import Apply, Arguments, Expression, Leaf, Result, ordered
+from attnrewrite.targets.tvm.schedules.expression import Apply, Arguments, Expression, Leaf, Result, moved, ordered
 from attnrewrite.targets.tvm.schedules.graph import Graph, shape
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule, Step
@@ -37,6 +37,34 @@ def _normalise(call: Call, profile: Profile) -> Kernel | Refusal:
     return Kernel((step,), (*passed, source, *found.covers))
 
 
+def _group_normalise(call: Call, profile: Profile) -> Kernel | Refusal:
+    source, out, passed = destination(call.graph, call.var)
+    norm = call.graph.call(source, "relax.nn.group_norm")
+    if norm is None:
+        return Refusal("other-operator", "normalises no groups of channels")
+    space, attributes = shape(source), norm.attrs
+    batch, channels, *places = space
+    groups = int(attributes.num_groups)
+    if int(attributes.channel_axis) != 1 or len(attributes.axes) != len(places):
+        return Refusal("axes", "normalises groups along other axes than those behind the channels")
+    epilogue: Expression = Result()
+    if attributes.scale:
+        epilogue = Apply("multiply", (epilogue, _along(call.graph, norm.args[1], space, [1])))
+    if attributes.center:
+        epilogue = Apply("add", (epilogue, _along(call.graph, norm.args[2], space, [1])))
+    grouped = (batch, groups, channels // groups, *places)
+    found = operand(call.graph, norm.args[0])
+    parts = [moved(each, lambda layout: layout.reshape(grouped)) for each in (found.expression, epilogue)]
+    written = out.reshape(grouped)
+    if written is None or None in parts:
+        return Refusal("layout", "normalises groups of what no strides describe")
+    arguments = Arguments()
+    value, after = (arguments.loading(each) for each in parts if each is not None)
+    function = Normalise(len(grouped) - 2, True, float(attributes.epsilon), value, written, after)
+    step = Step(function, tuple(arguments.bases), shape(call.var))
+    return Kernel((step,), (*passed, source, *found.covers))
+
+
 def _along(graph: Graph, parameter: Any, space: Shape, axes: list[int]) -> Leaf:
     """A parameter with a value for each index of `axes`, over the whole space."""
     view = graph.view(parameter)
@@ -61,4 +89,5 @@ def _softmax(call: Call, profile: Profile) -> Kernel | Refusal:
 
 
 NORM = Rule("normalise", _normalise)
+GROUP_NORM = Rule("normalise groups", _group_normalise)
 SOFTMAX = Rule("softmax", _softmax)

@@ -8,14 +8,28 @@ from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
 from attnrewrite.targets.tvm.schedules.cpu.attention import ATTENTION
 from attnrewrite.targets.tvm.schedules.cpu.convolution import CONVOLUTION
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import ARITHMETIC, JOIN, PAD
+from attnrewrite.targets.tvm.schedules.cpu.gather import TAKE
 from attnrewrite.targets.tvm.schedules.cpu.matmul import MATMUL
-from attnrewrite.targets.tvm.schedules.cpu.normalisation import NORM, SOFTMAX
+from attnrewrite.targets.tvm.schedules.cpu.normalisation import GROUP_NORM, NORM, SOFTMAX
 from attnrewrite.targets.tvm.schedules.cpu.reduction import POOL, REDUCTION
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rewrite import Scheduled, rewrite
 from attnrewrite.targets.tvm.schedules.rule import Rule
 
-RULES: tuple[Rule, ...] = (ATTENTION, MATMUL, CONVOLUTION, NORM, SOFTMAX, REDUCTION, POOL, JOIN, PAD, ARITHMETIC)
+RULES: tuple[Rule, ...] = (
+    ATTENTION,
+    MATMUL,
+    CONVOLUTION,
+    NORM,
+    GROUP_NORM,
+    SOFTMAX,
+    REDUCTION,
+    POOL,
+    TAKE,
+    JOIN,
+    PAD,
+    ARITHMETIC,
+)
 
 
 def schedule(module: Any, profile: Profile) -> Scheduled:

@@ -13,7 +13,7 @@ from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, Register
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression, Load
 from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
-from attnrewrite.targets.tvm.schedules.view import Layout, Shape
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape, unravel
 
 TASKS = 8  # parts to share among threads, where there are few panels
 CACHE_LINE = 16  # float32
@@ -24,7 +24,8 @@ class Product:
     """out[z, m, n] = epilogue(sum_k left[z, m, k] right[z, k, n]).
 
     `left` has any strides; `right` is packed, or a load whose columns are neighbours. `out` and the epilogue's loads
-    have the shape [outer..., rows, columns].
+    have the shape [outer..., rows..., columns], of which `row_axes` make the rows: those of windows of an image, say,
+    are many axes, and too few on each for a tile.
     """
 
     depth: int
@@ -33,6 +34,7 @@ class Product:
     out: Layout
     epilogue: Expression
     tile: Tile
+    row_axes: int = 1
     name: str = "product"
 
     def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
@@ -44,8 +46,10 @@ class _Writer:
 
     def __init__(self, product: Product, buffers: Sequence[Any], profile: Profile) -> None:
         self.product, self.buffers, self.profile = product, buffers, profile
-        *outer, self.rows, self.columns = product.out.shape
-        self.outer, self.high = tuple(outer), product.tile.rows
+        lead = len(product.out.shape) - 1 - product.row_axes
+        self.outer, self.row_shape = product.out.shape[:lead], product.out.shape[lead:-1]
+        self.rows, self.columns = math.prod(self.row_shape), product.out.shape[-1]
+        self.high = product.tile.rows
         packed = isinstance(product.right, Panels)
         self.wide = (
             product.right.width if isinstance(product.right, Panels) else min(product.tile.columns, self.columns)
@@ -53,7 +57,7 @@ class _Writer:
         self.across = -(-self.columns // self.wide)
         self.down = -(-self.rows // self.high)
         # A panel of weights stays in the cache while all rows go by; the parts of the rows are for more threads.
-        parts = 1 if self.across * math.prod(outer) >= TASKS else min(self.down, -(-TASKS // self.across))
+        parts = 1 if self.across * math.prod(self.outer) >= TASKS else min(self.down, -(-TASKS // self.across))
         self.per_part = -(-self.down // parts)
         self.parts = -(-self.down // self.per_part)
         self.narrow = self.columns % self.wide if packed else 0
@@ -69,9 +73,12 @@ class _Writer:
                 column = vectors.name(tirx.min(column, self.columns - self.wide))
             tile = RegisterTile(self.high, self.wide, self.profile.lanes)
             tile.clear()
+            left = self.product.left
+            begins = [vectors.name(address(left.layout, (*z, *self.at(row + i), 0))) for i in range(self.high)]
+            along_depth = left.layout.strides[-1]
             tile.multiply(
                 self.product.depth,
-                lambda i, k, n: self.left((*z, row + i, k), n),
+                lambda i, k, n: vectors.load(self.buffers[left.argument], begins[i] + k * along_depth, n),
                 lambda k, begin, lanes: self.right(z, panel, k, column, begin, lanes),
                 self.profile.by_lane and self.product.left.layout.strides[-1] == 1,
             )
@@ -83,16 +90,18 @@ class _Writer:
                 with steps(self.high) as i:
                     for begin, lanes in pieces(width, 2 * self.profile.lanes):
                         value = vectors.load(sums, i * self.wide + begin, lanes)
-                        self.store((*z, row + i, column + begin), lanes, value)
+                        self.store((*z, *self.at(row + i), column + begin), lanes, value)
 
             if not self.narrow or self.across == 1:
                 store(self.narrow or self.wide)
             else:
                 when(panel < self.across - 1, lambda: store(self.wide), lambda: store(self.narrow))
 
-    def left(self, index: Sequence[Position], lanes: int) -> Value:
-        load = self.product.left
-        return vectors.load(self.buffers[load.argument], address(load.layout, index), lanes)
+    def at(self, row: Position) -> list[Position]:
+        """A row's place on each of the axes that make the rows."""
+        if len(self.row_shape) == 1:
+            return [row]
+        return [row // step % size if size > 1 else 0 for step, size in unravel(self.row_shape)]
 
     def right(self, z: Sequence[Position], panel: Position, k: Position, column: Position, begin: int, n: int) -> Value:
         right = self.product.right

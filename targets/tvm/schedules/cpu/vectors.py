@@ -59,7 +59,7 @@ def store(buffer: Any, at: Position, value: Value, lanes: int, stride: int = 1) 
 
 def name(value: Value) -> Value:
     """The value, computed once however often it is read."""
-    return T.bind(value)
+    return value if isinstance(value, int) else T.bind(value)
 
 
 def select(condition: Value, one: Value, other: Value) -> Value:
@@ -127,22 +127,42 @@ def relu(x: Value) -> Value:
     return maximum(splat(0.0, lanes_of(x)), x)
 
 
+def chosen(compare: Callable[[Value, Value], Value]) -> Callable[..., Value]:
+    """One value where two others compare so, another where they do not."""
+    return lambda one, other, then, otherwise: select(compare(one, other), then, otherwise)
+
+
+COMPARISONS: dict[str, Callable[[Value, Value], Value]] = {
+    "equal": lambda one, other: tirx.EQ(one, other),
+    "greater": lambda one, other: one > other,
+    "greater_equal": lambda one, other: one >= other,
+    "less": lambda one, other: one < other,
+    "less_equal": lambda one, other: one <= other,
+    "not_equal": lambda one, other: tirx.NE(one, other),
+}
 # What expressions are made of.
 OPERATIONS: dict[str, Callable[..., Value]] = {
+    **{f"where_{name}": chosen(compare) for name, compare in COMPARISONS.items()},
     "abs": T.abs,
     "add": lambda one, other: one + other,
+    "ceil": T.ceil,
+    "cos": T.cos,
     "divide": lambda one, other: one / other,
     "erf": erf,
     "exp": exp,
+    "floor": T.floor,
     "gelu": gelu,
+    "log": T.log,
     "maximum": maximum,
     "minimum": minimum,
     "multiply": lambda one, other: one * other,
     "negative": lambda x: splat(0.0, lanes_of(x)) - x,
+    "power": T.pow,
     "relu": relu,
     "rsqrt": lambda x: splat(1.0, lanes_of(x)) / T.sqrt(x),
     "sigmoid": sigmoid,
     "silu": lambda x: x * sigmoid(x),
+    "sin": T.sin,
     "sqrt": T.sqrt,
     "square": lambda x: x * x,
     "subtract": lambda one, other: one - other,

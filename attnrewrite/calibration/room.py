@@ -1,0 +1,95 @@
+"""How many images go through a network at once: as many as memory has room for, measured on the first of them."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attnrewrite.errors import InputError
+from attnrewrite.images.pool import Pool
+from attnrewrite.request import Execution
+from attnrewrite.resources import format_bytes, free_memory, held_memory
+
+SPARE = 1.3  # what is taken beside the tensors that torch tells of: workspaces, and what allocators keep
+
+
+def room(execution: Execution, device: str = "cpu") -> int:
+    """The bytes that a stage may still take on `device`: what the budget leaves of it, or half of what is free."""
+    if device != "cpu":
+        free, held = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
+    else:
+        free, held = free_memory(), held_memory()
+    return free // 2 if execution.memory is None else min(execution.memory - held, free)
+
+
+def sized(
+    pool: Pool, what: str, call: Callable[..., Any], execution: Execution, device: str = "cpu", reserved: int = 0
+) -> Pool:
+    """`pool` in batches that `call` has room for beside `reserved` bytes: a power of two, so that a run on the same
+    machine has the same ones. Its first image alone is put through `call`, and what that takes is measured.
+
+    Raises:
+        InputError: there is no room for a single image; the message says how much there must be.
+    """
+    if pool.filled:
+        return pool
+    first = [tensor.to(device) for tensor in pool.draw(torch.zeros(1, dtype=torch.int64))]
+    for_one = peak_memory_of(lambda: call(*first), device)
+    left = room(execution, device) - reserved
+    images = int(left / (SPARE * max(1, for_one)))
+    if images < 1:
+        lacking = format_bytes(SPARE * for_one - left)
+        raise InputError(
+            f"{what}: one image takes {format_bytes(for_one)} of memory and {format_bytes(reserved)} beside it, "
+            f"{lacking} more than there is within the budget: give a larger --memory, or a smaller --input-size"
+        )
+    return replace(pool, batch_size=min(pool.batch_size, 1 << (images.bit_length() - 1)))
+
+
+def peak_memory_of(call: Callable[[], Any], device: str = "cpu") -> int:
+    """The most bytes that tensors made by `call` hold at a time."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return int(torch.cuda.max_memory_allocated()) - before
+    with _Meter() as meter:
+        call()
+    return meter.most
+
+
+class _Meter(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make while it is on, and forgets those that are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self.known.add(leaf.untyped_storage()._cdata)  # made before: a weight, an input
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+        self.known.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size

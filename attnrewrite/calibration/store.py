@@ -1,0 +1,108 @@
+"""Where the activations of many images wait between the pieces of a network: in memory, or in temporary files."""
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from attnrewrite.errors import InputError
+from attnrewrite.resources import format_bytes, free_disk
+
+_spilled: ContextVar["Spilled | None"] = ContextVar("spilled", default=None)
+
+
+class Spilled:
+    """The bytes that were written to temporary files."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+@contextmanager
+def counted() -> Iterator[Spilled]:
+    """Counts what is written to temporary files while the block runs."""
+    token = _spilled.set(Spilled())
+    try:
+        found = _spilled.get()
+        assert found is not None
+        yield found
+    finally:
+        _spilled.reset(token)
+
+
+class Store(Protocol):
+    """Tensors by name for each batch; what a batch had is gone once it is given others."""
+
+    def put(self, index: int, tensors: Mapping[str, Tensor]) -> None: ...
+
+    def get(self, index: int, device: str) -> dict[str, Tensor]: ...
+
+    def close(self) -> None: ...
+
+
+class InMemory:
+    def __init__(self) -> None:
+        self._held: dict[int, dict[str, Tensor]] = {}
+
+    def put(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        self._held[index] = {name: _own(tensor) for name, tensor in tensors.items()}
+
+    def get(self, index: int, device: str) -> dict[str, Tensor]:
+        return {name: tensor.to(device) for name, tensor in self._held[index].items()}
+
+    def close(self) -> None:
+        self._held.clear()
+
+
+class OnDisk:
+    """A temporary folder, a file for each batch."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="attnrewrite-")
+
+    def put(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        held: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            own = _own(tensor)
+            shared = any(own.data_ptr() == other.data_ptr() for other in held.values())
+            held[name] = own.clone() if shared else own  # safetensors takes no tensor twice
+        save_file(held, self._file(index))
+        if (spilled := _spilled.get()) is not None:
+            spilled.bytes += sum(tensor.nbytes for tensor in held.values())
+
+    def get(self, index: int, device: str) -> dict[str, Tensor]:
+        return load_file(self._file(index), device=device)
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def _file(self, index: int) -> Path:
+        return Path(self._folder.name) / f"{index}.safetensors"
+
+
+def require_disk(what: str, needed: int) -> None:
+    """Say that `needed` bytes go to temporary files. Raises InputError where there is no room for them."""
+    folder = Path(tempfile.gettempdir())
+    free = free_disk(folder)
+    if needed > free:
+        raise InputError(
+            f"{what}: the images' activations take {format_bytes(needed)} in temporary files, and {folder} has "
+            f"{format_bytes(free)} left: give fewer images (--samples), more --memory, or set TMPDIR to another disk"
+        )
+    logging.getLogger("attnrewrite").warning(
+        "%s: the images' activations are kept in temporary files, up to %s in %s", what, format_bytes(needed), folder
+    )
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A tensor that holds its own elements and no others, in order."""
+    tensor = tensor.detach()
+    alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,143 @@
+"""Models that take one batch size: opened for any where that can be done, given whole batches where it cannot."""
+
+import inspect
+import logging
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from attnrewrite.errors import InputError, Refusal
+from attnrewrite.frontends.capture import Captured, capture
+from attnrewrite.frontends.sources import Source
+from attnrewrite.images.preprocessing import Size
+from attnrewrite.passes.copying import without_torch_logs
+from attnrewrite.passes.fx.functionalise import functional_graph
+from attnrewrite.passes.fx.open_batch import OpenBatch
+from attnrewrite.passes.fx.signature import is_open
+from attnrewrite.passes.in_batches import InBatches
+from attnrewrite.passes.verify import outputs
+
+COMPARED = (2, 3)  # the batches of the two exports that tell which constants follow
+
+
+def opened(captured: Captured, model: nn.Module | ExportedProgram) -> Captured:
+    """`captured` with its batch open, where it was fixed and can be opened; else as it is, the reason for its note."""
+    if captured.fixed_batch is None or not captured.exact:
+        return captured
+    why: Refusal | None = None
+    if isinstance(model, nn.Module):
+        exports = [_exported(model, repeated(captured.example_inputs, count)) for count in COMPARED]
+        if exports[0] is not None and exports[1] is not None:
+            example = repeated(captured.example_inputs, COMPARED[0])
+            found = OpenBatch(example, wider=exports[1]).looked(exports[0])
+            if not isinstance(found, Refusal):
+                return replace(captured, module=found.graph, fixed_batch=None, note=None)
+            why = found
+    found = OpenBatch(captured.example_inputs).looked(captured.module)
+    if isinstance(found, Refusal):
+        return replace(captured, note=f"the graph {why or found}")
+    return replace(captured, module=found.graph, fixed_batch=None, note=None)
+
+
+def _exported(model: nn.Module, inputs: tuple[Tensor, ...]) -> GraphModule | None:
+    """The functional graph of a model for the batch of `inputs`, where torch.export captures it."""
+    try:
+        with torch.no_grad(), without_torch_logs():
+            return functional_graph(torch.export.export(model, inputs))
+    except Exception:  # torch.export raises many kinds; what it cannot do is told of the graph that it could
+        return None
+
+
+def repeated(inputs: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+    """`inputs` with `count` images, the same ones over and over; what is no longer than one axis stays as it is."""
+    batch = inputs[0].shape[0] if inputs[0].dim() else 0
+    return tuple(t[torch.arange(count) % batch] if t.dim() and batch and t.shape[0] == batch else t for t in inputs)
+
+
+def input_names(source: Source) -> tuple[str, ...]:
+    """What the model calls its inputs, as many as its example has."""
+    model = source.model
+    if model is None or isinstance(model, GraphModule):
+        graph = runnable(source)
+        assert isinstance(graph, GraphModule)
+        return tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
+    return tuple(inspect.signature(model.forward).parameters)[: len(source.example_inputs)]
+
+
+def image_size_of(source: Source) -> Size:
+    """(channels, height, width) of a model of pictures; of one that takes several inputs, nothing reads it."""
+    return source.input_size if len(source.example_inputs) == 1 else (0, 0, 0)
+
+
+def require_pictures(source: Source) -> None:
+    """Raise InputError where a model takes more than pictures, as it cannot be measured on them."""
+    names = input_names(source)
+    if len(names) > 1:
+        raise InputError(
+            f"{source.name} takes {len(names)} inputs ({', '.join(names)}), and only models of pictures are evaluated: "
+            "call the converted module on your own data"
+        )
+
+
+def runnable(source: Source) -> nn.Module:
+    """The source as a module in evaluation mode."""
+    if source.model is not None:
+        is_graph = isinstance(source.model, GraphModule)  # graphs were captured in evaluation mode, and stay in it
+        return source.model if is_graph else source.model.eval()
+    assert source.program is not None
+    return source.program.module()
+
+
+def fixed_batch(source: Source) -> int | None:
+    """The only batch size that a model takes, by a program's signature or as it answers one image and two; or None."""
+    if source.program is not None:
+        names = set(source.program.graph_signature.user_inputs)
+        first = next(n for n in source.program.graph.nodes if n.op == "placeholder" and n.name in names)
+        size = first.meta["val"].shape[0] if first.meta["val"].dim() else 1
+        return None if is_open(size) else int(size)
+    example = source.example_inputs
+    if not example or not example[0].dim():
+        return None
+    own = example[0].shape[0]
+    others = [count for count in (1, 2) if count != own]
+    return None if all(_takes(runnable(source), repeated(example, count)) for count in others) else own
+
+
+@torch.no_grad()
+def _takes(model: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+    """Whether a model answers each image of `inputs`."""
+    try:
+        with without_torch_logs():
+            answers = outputs(model(*inputs))
+    except Exception:  # a model refuses an input in its own words
+        return False
+    return all(answer.shape[:1] == inputs[0].shape[:1] for answer in answers[:1])
+
+
+def any_batch(source: Source) -> nn.Module:
+    """The source as a module for any number of images: opened where its batch is fixed, else called batch by batch."""
+    module, size = runnable(source), fixed_batch(source)
+    if size is None:
+        return module
+    captured = opened(capture(source.name, _model(source), source.example_inputs), _model(source))
+    if captured.fixed_batch is None:
+        return captured.module
+    tell_fixed(captured)
+    return InBatches(module, size)
+
+
+def tell_fixed(captured: Captured) -> None:
+    """Say that a model takes one batch size, and why it cannot take others."""
+    if captured.fixed_batch is not None:
+        logging.getLogger("attnrewrite").warning(
+            "%s takes batches of %d only: %s", captured.name, captured.fixed_batch, captured.note
+        )
+
+
+def _model(source: Source) -> nn.Module | ExportedProgram:
+    model = source.model if source.program is None else source.program
+    assert model is not None
+    return model

@@ -1,0 +1,68 @@
+"""An .npz file of images and labels: what its headers say is looked at before any of it is read."""
+
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from attnrewrite.errors import InputError
+from attnrewrite.files import check_file
+
+
+def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
+    """The arrays `x` and, where there is one, `y`.
+
+    Raises:
+        InputError: the file is damaged, has no `x`, holds anything but numbers, or more than memory does.
+    """
+    check_file(path, ".npz")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            heads = {name.removesuffix(".npy"): _head(archive, name) for name in archive.namelist()}
+        if "x" not in heads:
+            names = ", ".join(heads) or "none"
+            raise InputError(f"{path} has no array 'x' (it has {names}): save the images as x=")
+        wanted = [name for name in ("x", "y") if name in heads]
+        _require_held(path, [heads[name] for name in wanted])
+        with np.load(path, allow_pickle=False) as arrays:
+            content = {name: arrays[name] for name in wanted}
+    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        reason = "it holds pickled objects" if "pickle" in str(error).lower() else "it is truncated or not an .npz"
+        raise InputError(f"{path} could not be read: {reason}; save it with numpy.savez(file, x=..., y=...)") from error
+    return content["x"], content.get("y")
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What an array says of itself."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _head(archive: zipfile.ZipFile, name: str) -> _Head:
+    """Raises ValueError where it is no array of numbers."""
+    with archive.open(name) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError("pickled objects")
+    return _Head(shape, dtype)
+
+
+def _require_held(path: Path, heads: Iterable[_Head]) -> None:
+    """Raise InputError for arrays that memory does not hold."""
+    wanted, memory = sum(head.nbytes for head in heads), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > memory:
+        sizes = f"{wanted / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f} GiB of memory"
+        raise InputError(f"{path} holds {sizes}: give fewer images, or a folder of them, which is read in parts")

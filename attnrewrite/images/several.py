@@ -1,0 +1,139 @@
+"""What a model of several inputs is calibrated with: one array for each of them, as the model takes them."""
+
+import hashlib
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnrewrite.errors import InputError
+from attnrewrite.files import check_file
+from attnrewrite.images.dataset import Images
+from attnrewrite.images.preprocessing import Preprocessing, Size
+
+
+@dataclass(frozen=True)
+class Several:
+    """A tensor [N, ...] for each input, in the order of the model's."""
+
+    values: tuple[Tensor, ...]
+
+    def __len__(self) -> int:
+        return len(self.values[0])
+
+    @property
+    def size(self) -> None:
+        return None
+
+    def __getitem__(self, indices: np.ndarray) -> "Several":
+        places = torch.from_numpy(indices)
+        return Several(tuple(tensor[places] for tensor in self.values))
+
+    def digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for tensor in self.values:
+            digest.update(repr((tensor.shape, tensor.dtype)).encode())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
+        """They were checked against the model's own inputs as they were loaded."""
+
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "tuple[Several, np.ndarray]":
+        return self, np.arange(len(self))
+
+    def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
+        """The first input alone: `values` are all of them."""
+        return self.values[0]
+
+
+def load_several(data: Any, example: Sequence[Tensor], names: Sequence[str]) -> Images:
+    """The inputs of a model that takes `example`, called `names`.
+
+    An `.npz` holds an array [N, ...] for each input, under its name, or without names in the model's order. An iterable
+    gives tuples (or mappings by name) of tensors with a batch [b, ...], as the model takes them.
+
+    Raises:
+        InputError: one is missing, or of another shape or type than the model takes; the message names it.
+    """
+    listed = ", ".join(names)
+    if isinstance(data, str | Path):
+        path = Path(data).expanduser()
+        if path.suffix != ".npz" or not path.is_file():
+            raise InputError(
+                f"the model takes {len(names)} inputs ({listed}), and {path} is no .npz with an array for each: "
+                "save them with numpy.savez(file, " + ", ".join(f"{name}=..." for name in names) + ")"
+            )
+        arrays = _read(path, names)
+    elif isinstance(data, Iterable) and not isinstance(data, Tensor | np.ndarray | Images):
+        arrays = _joined(data, names)
+    else:
+        raise InputError(
+            f"the model takes {len(names)} inputs ({listed}), and a {type(data).__name__} holds one: give an iterable "
+            "of tuples, or an .npz with an array for each"
+        )
+    values = tuple(_taken(name, array, like) for name, array, like in zip(names, arrays, example, strict=True))
+    counts = {name: len(tensor) for name, tensor in zip(names, values, strict=True)}
+    if len(set(counts.values())) > 1 or not len(values[0]):
+        told = ", ".join(f"{count} of {name}" for name, count in counts.items())
+        raise InputError(f"there must be as many of every input, and there are {told}")
+    return Images(Several(values))
+
+
+def _read(path: Path, names: Sequence[str]) -> list[Tensor]:
+    check_file(path, ".npz")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            unnamed = [f"arr_{place}" for place in range(len(names))]
+            wanted = unnamed if set(unnamed) <= set(archive.files) else list(names)
+            missing = [name for name in wanted if name not in archive.files]
+            if missing:
+                raise InputError(
+                    f"{path} has no array {missing[0]!r} (it has {', '.join(archive.files) or 'none'}): the model's "
+                    f"inputs are {', '.join(names)}"
+                )
+            return [torch.from_numpy(archive[name]) for name in wanted]
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f"{path} could not be read: it is damaged, or holds no plain arrays") from error
+
+
+def _joined(data: Iterable[Any], names: Sequence[str]) -> list[Tensor]:
+    parts: list[list[Tensor]] = []
+    for item in data:
+        if isinstance(item, Mapping):
+            unknown = [name for name in names if name not in item]
+            if unknown:
+                raise InputError(f"an item of the calibration data has no {unknown[0]!r}: the model takes {names}")
+            item = [item[name] for name in names]
+        given = list(item) if isinstance(item, tuple | list) else [item]
+        if len(given) != len(names) or not all(isinstance(each, Tensor) and each.dim() for each in given):
+            raise InputError(
+                f"the model takes {len(names)} inputs ({', '.join(names)}), and an item of the calibration data is no "
+                f"tuple of {len(names)} tensors with a batch"
+            )
+        parts.append(given)
+    if not parts:
+        raise InputError("the calibration data is empty")
+    try:
+        return [torch.cat(tensors).detach().cpu() for tensors in zip(*parts, strict=True)]
+    except RuntimeError as error:
+        raise InputError("the calibration data gives tensors of several shapes: make them one") from error
+
+
+def _taken(name: str, tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor` in the type of the model's input. Raises InputError where it is of another shape or kind."""
+    if tensor.dim() != like.dim() or tensor.shape[1:] != like.shape[1:]:
+        raise InputError(
+            f"input {name} is {list(tensor.shape)} in the calibration data, and the model takes "
+            f"[N, {', '.join(map(str, like.shape[1:]))}]"
+        )
+    if tensor.is_floating_point() != like.is_floating_point():
+        kinds = " and ".join(str(each.dtype).removeprefix("torch.") for each in (tensor, like))
+        raise InputError(f"input {name} is of another kind in the calibration data than the model takes: {kinds}")
+    return tensor.to(like.dtype)

@@ -1,0 +1,248 @@
+"""Which constants of a graph are its batch, told by following the images from the inputs to the outputs.
+
+An axis that follows the batch holds a digit for the image: `inner` elements of the axis lie behind it (windows that
+were folded in). A reshape keeps the place of the digit among all elements, so that the axis it goes to is known; for
+a batch of one, where the digit has no length, several axes may be meant, and each is tried.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from attnrewrite.errors import Refusal, first_line
+from attnrewrite.passes.copying import without_torch_logs
+from attnrewrite.passes.fx.batch_symbols import LostError, Symbolic, follows, open_axes, told
+from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.patterns.fx.operators import operator_name
+
+aten = torch.ops.aten
+
+_SIZED = frozenset({"view", "_unsafe_view", "reshape"})
+_ORDERED = _SIZED | {"flatten", "unflatten", "squeeze", "unsqueeze"}  # keep the elements in their order
+_MADE = frozenset({"new_zeros", "new_ones", "new_full", "new_empty"})  # read the type of an operand alone
+_LAST = 2**63 - 1  # the end of a slice that takes all
+
+
+@dataclass(frozen=True)
+class Digit:
+    """Where the image is: along `axis`, with `inner` elements of that axis behind it."""
+
+    axis: int
+    inner: int = 1
+
+
+@dataclass
+class Guesses:
+    """Which of several places a reshape takes the image to, by what it reshapes; and how many there were to choose."""
+
+    chosen: Mapping[Any, int] = field(default_factory=dict)
+    met: dict[Any, int] = field(default_factory=dict)
+
+
+def follow(module: GraphModule, inputs: Sequence[Tensor], batch: int, size: Node, guesses: Guesses) -> Refusal | None:
+    """Write sizes that follow the batch of symbolic `inputs` wherever `module` has those of `batch` images, in place.
+    `size` is a node of `module` that makes the batch.
+    """
+    run = _Followed(module, inputs, batch, size, guesses)
+    for node in list(module.graph.nodes):
+        try:
+            with without_torch_logs():
+                run.take(node)
+        except LostError as lost:
+            return lost.refusal(node)
+        except Exception as error:  # operators raise many kinds
+            return Refusal("batch-refused", f"takes no other batch at {told(node)}: {first_line(error)}")
+    return None
+
+
+class _Followed(Symbolic):
+    def __init__(
+        self, module: GraphModule, inputs: Sequence[Tensor], images: int, size: Node, guesses: Guesses
+    ) -> None:
+        super().__init__(module, inputs)
+        self.graph_view = FxGraph(module)
+        self.images, self.size, self.guesses = images, size, guesses
+        self.digits: dict[Node, Digit] = {}
+
+    def take(self, node: Node) -> None:
+        """Change the arguments of `node` where they hold the batch, and find its value."""
+        if node.op in ("placeholder", "get_attr") or node is self.size:
+            value = self.value(node)
+            if follows(value):
+                self.digits[node] = Digit(0)
+            return
+        if node.op == "output":
+            return
+        read = [operand for operand in node.all_input_nodes if operand in self.digits]
+        if not read or operator_name(node) in _MADE:
+            self.value(node)
+            return
+        known = self._known_place(node)
+        value = self._mended(node, read)
+        self._note(node, value, read, known)
+
+    def _known_place(self, node: Node) -> Digit | None:
+        """Where an operation on the order of the elements takes the image to; its sizes are changed for that."""
+        name, source = operator_name(node), node.args[0] if node.args else None
+        if not isinstance(source, Node) or source not in self.digits:
+            return None
+        digit = self.digits[source]
+        if name == "expand":
+            node.args = (source, _kept(node.args[1], digit.axis - len(_old(source))), *node.args[2:])  # type: ignore[arg-type]
+            return Digit(digit.axis + len(_old(node)) - len(_old(source)), digit.inner)
+        if name == "slice":
+            _take_all(node, digit.axis, _old(source))
+            return digit
+        if name not in _ORDERED:
+            return None
+        place = self._place(_old(source), digit, _old(node))
+        if name in _SIZED or name == "unflatten":
+            sizes = [-1 if axis == place.axis else length for axis, length in enumerate(_old(node))]
+            node.target, node.args, node.kwargs = aten.reshape.default, (source, sizes), {}
+        return place
+
+    def _place(self, before: Sequence[int], digit: Digit, after: Sequence[int]) -> Digit:
+        """The axis of `after`, the same elements as `before`, that the image is in now."""
+        behind = digit.inner * math.prod(before[digit.axis + 1 :])
+        beside = before[digit.axis + 1] if digit.axis + 1 < len(before) and digit.inner == 1 else None
+        found: list[tuple[int, Digit]] = []
+        for axis, length in enumerate(after):
+            whole, rest = divmod(behind, max(1, math.prod(after[axis + 1 :])))
+            if whole and not rest and length % (whole * self.images) == 0:
+                found.append((_unlikely(length // self.images, whole, beside), Digit(axis, whole)))
+        if not found:
+            raise LostError("batch-split", f"makes {list(after)} of {list(before)}, which takes images apart")
+        found.sort(key=lambda each: each[0])
+        if len(found) == 1 or (found[0][0] == 0 and found[1][0] > 0):
+            return found[0][1]
+        key = (tuple(before), digit, tuple(after))
+        self.guesses.met[key] = len(found)
+        return found[self.guesses.chosen.get(key, 0)][1]
+
+    def _mended(self, node: Node, read: Sequence[Node]) -> Any:
+        """The value of `node`; operands that were made for the batch, equal for all images, are made for any."""
+        try:
+            return self.value(node)
+        except Exception as error:
+            if not self._make_for_any(node, read):
+                if isinstance(error, LostError):
+                    raise
+                raise LostError("batch-refused", f"takes no other batch ({first_line(error)})") from error
+        return self.value(node)
+
+    def _make_for_any(self, node: Node, read: Sequence[Node]) -> bool:
+        """Whether some operand of `node` that does not follow the batch was replaced by one that does."""
+        follower = max(read, key=lambda each: len(_old(each)))
+        digit, size = self.digits[follower], _old(follower)
+        joins = operator_name(node) in ("cat", "concat", "stack")
+        changed = False
+        for operand in list(node.all_input_nodes):
+            if operand in self.digits or not _old(operand):
+                continue
+            axis = digit.axis if joins else digit.axis - len(size) + len(_old(operand))
+            if axis < 0 or axis >= len(_old(operand)) or _old(operand)[axis] != size[digit.axis]:
+                continue
+            if joins or size[digit.axis] > 1:  # else it broadcasts as it is
+                node.replace_input_with(operand, self._for_any(node, operand, axis, size[digit.axis], digit.inner))
+                changed = True
+        return changed
+
+    def _for_any(self, node: Node, operand: Node, axis: int, length: int, inner: int) -> Node:
+        """A constant [.., length, ..] that says the same for every image, for as many images as there are."""
+        if not self.graph_view.is_constant(operand.name):
+            raise LostError("batch-in-input", f"reads {operand.name}, which follows another input and no image")
+        part = length // self.images
+        values = torch.from_numpy(self.graph_view.constant(operand.name))
+        images = values.unflatten(axis, (-1, part))
+        if inner != part or not bool((images == images.narrow(axis, 0, 1)).all()):
+            raise LostError("images-differ", f"reads {operand.name}, whose numbers differ from image to image")
+        rank, graph = len(_old(operand)), node.graph
+        with graph.inserting_before(node):
+            one = graph.call_function(aten.slice.Tensor, (operand, axis, 0, part)) if self.images > 1 else operand
+            if part == 1:
+                sizes = [self.size if each == axis else -1 for each in range(rank)]
+                many = graph.call_function(aten.expand.default, (one, sizes))
+            else:
+                times = [self.size if each == axis else 1 for each in range(rank)]
+                many = graph.call_function(aten.repeat.default, (one, times))
+        for made in (one, many):
+            if made is not operand:
+                made.meta = {**operand.meta}
+                self.value(made)
+        self.digits[many] = Digit(axis, part)
+        return many
+
+    def _note(self, node: Node, value: Any, read: Sequence[Node], known: Digit | None) -> None:
+        """Remember where the image is in `value`, having seen that nothing but the batch changed in its size."""
+        if not isinstance(value, Tensor):
+            leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            if not leaves or not all(open_axes(leaf) for leaf in leaves):
+                raise LostError("batch-split", "takes images apart")
+            self.digits[node] = known or self._carried(open_axes(leaves[0])[0], _olds(node)[0], read)
+            return
+        axes, old = open_axes(value), _old(node)
+        if not axes:
+            raise LostError("batch-dropped", "keeps no answer for each image")
+        if len(axes) > 1:
+            raise LostError("images-mixed", "pairs images with each other")
+        if value.dim() != len(old):
+            raise LostError("batch-dropped", f"gives {value.dim()} axes for any batch and {len(old)} for its own")
+        grown = [axis for axis in range(len(old)) if axis not in axes and value.shape[axis] != old[axis]]
+        if grown or old[axes[0]] % self.images:
+            raise LostError("batch-split", "gives sizes that do not follow the batch")
+        if known is not None and known.axis == axes[0]:
+            self.digits[node] = known
+        else:
+            self.digits[node] = self._carried(axes[0], old, read)
+
+    def _carried(self, axis: int, old: Sequence[int], read: Sequence[Node]) -> Digit:
+        """The image where no order changed: as in an operand whose axis is as long, outermost where there is none."""
+        part = old[axis] // self.images
+        alike = (self.digits[each].inner for each in read if _old(each)[self.digits[each].axis] == old[axis])
+        return Digit(axis, min(part, next(alike, part)))
+
+
+def _olds(node: Node) -> list[list[int]]:
+    """The sizes of a node's values with the batch that the graph was captured with."""
+    return [[int(n) for n in leaf.shape] for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+
+
+def _old(node: Node) -> list[int]:
+    return next(iter(_olds(node)), [])
+
+
+def _kept(sizes: Any, axis_from_end: int) -> list[Any]:
+    """The sizes of an expand, the axis of the batch left as it is."""
+    place = len(sizes) + axis_from_end
+    return [-1 if index == place else length for index, length in enumerate(sizes)]
+
+
+def _take_all(node: Node, axis: int, old: Sequence[int]) -> None:
+    """Let a slice along the batch that takes all of it take all of any."""
+    given = dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False))
+    dim = given.get("dim", 0)
+    assert isinstance(dim, int)
+    dim %= len(old)
+    if dim != axis:
+        return
+    start, end, step = (given.get(name) for name in ("start", "end", "step"))
+    if start not in (None, 0) or step not in (None, 1) or (isinstance(end, int) and end < old[axis]):
+        raise LostError("batch-split", "takes some of the images")
+    node.args = (node.args[0], dim, 0, _LAST, 1)
+
+
+def _unlikely(rest: int, inner: int, beside: int | None) -> int:
+    """How unlikely an axis is to be meant for the image: one of its own; folded into an axis behind it that was made
+    just now; into one before it; into one that stood behind it already (`beside`).
+    """
+    if rest == 1:
+        return 0
+    if inner == 1:
+        return 2
+    return 3 if rest == inner == beside else 1

@@ -1,0 +1,159 @@
+"""A graph that was captured for one batch size, made one for any: constants that are the batch become its size.
+
+Two captures of a model with different batches tell which constants these are (`batch_compared`); where there is one
+capture only, because the model's code holds the batch as a number or a file was exported with it, the images are
+followed from the inputs through every operation (`batch_followed`). Either way the result is run beside the original.
+"""
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from attnrewrite.errors import InputError, Refusal
+from attnrewrite.passes.base import Edit, Pass, PassResult
+from attnrewrite.passes.copying import quiet_copying
+from attnrewrite.passes.draws import drawn
+from attnrewrite.passes.fx.batch_compared import compare
+from attnrewrite.passes.fx.batch_followed import Guesses, follow
+from attnrewrite.passes.fx.batch_symbols import symbolic, with_sizes
+from attnrewrite.passes.fx.signature import is_open
+from attnrewrite.passes.in_batches import answers_otherwise, images_mixed
+
+MOST_TRIES = 32  # ways to read the sizes of a graph for one image
+PRIMES = (31, 37)  # a batch that no other length is taken for
+READ_WITH = 2  # the batch that an open graph is read with, as torch.export reads it
+
+
+@dataclass(frozen=True)
+class OpenBatch(Pass[GraphModule]):
+    """The graph for any batch size. `example` is what it was captured on, of the one batch that it takes; `wider` is
+    the same model captured with another batch, where it can be.
+
+    Each image's answer is that of the graph given, whatever stands beside it, which is checked. `found` is the result,
+    or why there is none, where that was looked for before.
+    """
+
+    example: tuple[Tensor, ...]
+    wider: GraphModule | None = None
+    found: PassResult[GraphModule] | Refusal | None = None
+
+    def requires(self, graph: GraphModule) -> Refusal | None:
+        """That the batch can be told from other sizes, and the images from each other."""
+        found = self.looked(graph)
+        return found if isinstance(found, Refusal) else None
+
+    def rewrite(self, graph: GraphModule) -> PassResult[GraphModule]:
+        found = self.looked(graph)
+        assert not isinstance(found, Refusal), "the pass was refused"
+        return found
+
+    def ensures(self, before: GraphModule, result: PassResult[GraphModule]) -> Refusal | None:
+        """The same inputs, the first of them open along its first axis."""
+        places, own = _placeholders(result.graph), _placeholders(before)
+        if [node.name for node in places] != [node.name for node in own]:
+            return Refusal("other-inputs", "takes other inputs")
+        return None if is_open(places[0].meta["val"].shape[0]) else Refusal("still-fixed", "has a fixed batch")
+
+    def apply(self, graph: GraphModule) -> PassResult[GraphModule]:
+        """As every pass, the graph looked at once. Raises as `Pass.apply` does."""
+        if self.found is None:
+            return replace(self, found=self.looked(graph)).apply(graph)
+        return super().apply(graph)
+
+    def looked(self, graph: GraphModule) -> PassResult[GraphModule] | Refusal:
+        """The opened graph and its edits, or why there is none."""
+        if self.found is not None:
+            return self.found
+        places = _placeholders(graph)
+        if not places or any("val" not in node.meta for node in places):
+            return Refusal("not-exported", "does not tell the shapes of its inputs: make it with torch.export")
+        sizes = [list(node.meta["val"].shape) if isinstance(node.meta["val"], Tensor) else [] for node in places]
+        if not sizes[0] or is_open(sizes[0][0]):
+            return Refusal("no-fixed-batch", "has no fixed batch: its first input is open, or has no axes")
+        try:
+            draws = drawn(graph, self.example)
+        except InputError as error:
+            return Refusal("other-example", f"does not take its example: {error}")
+        batch = int(sizes[0][0])
+        open_inputs = [place for place, size in enumerate(sizes) if len(size) and int(size[0]) == batch]
+        why: Refusal | None = None  # the first way's: it reads the graph as it most likely is meant
+        for each in self._opened(graph, batch, open_inputs):
+            refusal = each if isinstance(each, Refusal) else None
+            if isinstance(each, GraphModule):
+                refusal = with_sizes(each, symbolic(self.example, open_inputs, READ_WITH))
+                refusal = refusal or images_mixed(graph, each, (draws[0], draws[1])) or self._otherwise_wider(each)
+                if refusal is None:
+                    return PassResult(each, tuple(_edits(graph, each)))
+            why = why or refusal
+        assert why is not None
+        return why
+
+    def _otherwise_wider(self, opened: GraphModule) -> Refusal | None:
+        """Whether the capture with another batch answers otherwise."""
+        if self.wider is None:
+            return None
+        count = int(_placeholders(self.wider)[0].meta["val"].shape[0])
+        example = tuple(
+            torch.cat([t, t])[:count] if t.dim() and t.shape[0] == self.example[0].shape[0] else t for t in self.example
+        )
+        inputs = drawn(self.wider, example)[1].inputs
+        return answers_otherwise(self.wider, opened, inputs)
+
+    def _opened(self, graph: GraphModule, batch: int, open_inputs: list[int]) -> Iterator[GraphModule | Refusal]:
+        """The ways to open the graph, not yet checked, or why one failed."""
+        if self.wider is not None:
+            module, size = _copied(graph)
+            yield compare(module, self.wider, size) or _cleaned(module, size)
+        inputs = symbolic(self.example, open_inputs, next(prime for prime in PRIMES if prime != batch))
+        ways: dict[object, int] = {}
+        for number in range(MOST_TRIES):
+            chosen = _way(ways, number)
+            if chosen is None:
+                return
+            module, size = _copied(graph)
+            guesses = Guesses(chosen)
+            yield follow(module, inputs, batch, size, guesses) or _cleaned(module, size)
+            ways |= guesses.met
+
+
+def _way(ways: dict[object, int], number: int) -> dict[object, int] | None:
+    """The `number`-th choice among so many ways each; None where there are no more."""
+    combined = itertools.product(*(range(count) for count in ways.values()))
+    chosen = next(itertools.islice(combined, number, None), None)
+    return None if chosen is None else dict(zip(ways, chosen, strict=True))
+
+
+def _placeholders(graph: GraphModule) -> list[Node]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _copied(graph: GraphModule) -> tuple[GraphModule, Node]:
+    """A copy that shares the weights, and the node of its batch."""
+    with quiet_copying():
+        result = GraphModule(graph, copy.deepcopy(graph.graph))
+    result.meta.update(graph.meta)
+    places = _placeholders(result)
+    with result.graph.inserting_after(places[-1]):
+        size = result.graph.call_function(torch.ops.aten.sym_size.int, (places[0], 0))
+    return result, size
+
+
+def _cleaned(module: GraphModule, size: Node) -> GraphModule:
+    if not size.users:
+        module.graph.erase_node(size)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def _edits(before: GraphModule, after: GraphModule) -> Iterator[Edit]:
+    """The nodes whose arguments are others now."""
+    own = {node.name: (str(node.args), str(node.kwargs)) for node in before.graph.nodes}
+    for node in after.graph.nodes:
+        if own.get(node.name) not in (None, (str(node.args), str(node.kwargs))):
+            yield Edit(node.name, node.name)

@@ -1,0 +1,79 @@
+"""A program in operators that coremltools reads: what it lacks, or cannot translate, as torch itself writes it out.
+
+Nothing here knows a single operator: coremltools' registry says what it lacks, torch's table of decompositions how to
+say it in others.
+"""
+
+import traceback
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+from attnrewrite.errors import InputError
+from attnrewrite.passes.fx.decompositions import Decompose
+
+MOST_ROUNDS = 4  # a decomposition may itself be of what is lacking
+
+
+def readable(program: ExportedProgram) -> ExportedProgram:
+    """The program with every operator that coremltools lacks written out, where torch can.
+
+    Raises:
+        InputError: it draws random numbers, so that no package can give what it gives.
+    """
+    _refuse_chance(program)
+    for _ in range(MOST_ROUNDS):
+        simpler = written_out(program, {node.target for node in _operators(program) if not _is_known(node.target)})
+        if simpler is None:
+            break
+        program = simpler
+    return program
+
+
+@torch.inference_mode()
+def _refuse_chance(program: ExportedProgram) -> None:
+    """An operator that may draw is no fault by itself: an LSTM does where it drops values out, while it is trained."""
+    drawing = [node for node in _operators(program) if torch.Tag.nondeterministic_seeded in node.target.tags]
+    if not drawing or program.example_inputs is None:
+        return
+    module, (given, named) = program.module(), program.example_inputs
+    once, again = (tree_leaves(module(*given, **named)) for _ in range(2))
+    if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(once, again, strict=True)):
+        nodes = ", ".join(map(told, drawing))
+        raise InputError(f"its output is no function of its input: it draws random numbers with {nodes}")
+
+
+def written_out(program: ExportedProgram, operators: Collection[Any]) -> ExportedProgram | None:
+    """The program without those of `operators` that torch can say in others; None where that is none."""
+    table = torch._decomp.get_decompositions(list(operators))
+    return Decompose(table)(program) if table else None
+
+
+def culprit(error: BaseException, program: ExportedProgram) -> fx.Node | None:
+    """The node of `program` that coremltools was translating when it raised `error`; None where it was at none."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        translated = frame.f_locals.get("node")
+        if frame.f_code.co_name == "convert_nodes" and translated is not None:
+            return next((node for node in _operators(program) if node.name == translated.name), None)
+    return None
+
+
+def told(node: fx.Node) -> str:
+    """A node by its operator, its name and the module that it is of."""
+    modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
+    place = f", in {modules[-1]}" if modules else ""
+    return f"{node.target} (node {node.name!r}{place})"
+
+
+def _operators(program: ExportedProgram) -> list[Any]:
+    return [node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+
+
+def _is_known(operator: Any) -> bool:
+    from coremltools.converters.mil.frontend.torch.torch_op_registry import _TORCH_OPS_REGISTRY
+
+    return _TORCH_OPS_REGISTRY.get_func(operator.__name__) is not None

@@ -1,0 +1,118 @@
+"""Convolutions of each channel by itself, in memory of the thread's own.
+
+A channel's image is copied there with its border, and, where windows move by several places, with the places that the
+same element of all windows sees side by side. Then windows one after the other are neighbours from one row of the
+output to the next, so that vectors are full however narrow the image is.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu.function import address, along, each, evaluate, function, scratch, steps
+from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value
+from attnrewrite.targets.tvm.schedules.cpu.windows import Windows
+from attnrewrite.targets.tvm.schedules.expression import Expression, Load, moved
+from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape
+
+AT_ONCE = 2  # vectors of sums side by side
+
+
+@dataclass(frozen=True)
+class Depthwise:
+    """out[b, c] = epilogue(the windows of image[b, c / `multiplier`] times weight[c]).
+
+    `image` is over [batch, channels, height, width], `weight` over [channels of the output, elements of a window].
+    """
+
+    image: Expression
+    space: Shape
+    windows: Windows
+    weight: Load
+    multiplier: int
+    out: Layout
+    epilogue: Expression
+    name: str = "depthwise"
+
+    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
+        return function(shapes, lambda *buffers: _Writer(self, buffers, profile.lanes).write())
+
+
+class _Writer:
+    """The statements of one convolution."""
+
+    def __init__(self, kernel: Depthwise, buffers: Sequence[Any], lanes: int) -> None:
+        self.kernel, self.buffers, self.lanes = kernel, buffers, lanes
+        *_, self.high, self.wide = kernel.out.shape
+        self.reach = kernel.windows.reach((self.high, self.wide))
+        self.parts = kernel.windows.stride
+        # The copy's planes: one for each place relative to a window's begin, of rows of `pitch`.
+        rows, self.pitch = (-(-size // step) for size, step in zip(self.reach, self.parts, strict=True))
+        self.plane = rows * self.pitch
+        self.length = (self.high - 1) * self.pitch + self.wide
+        self.at_once = AT_ONCE * lanes
+
+    def write(self) -> None:
+        batch, channels = self.kernel.out.shape[:2]
+        with each((batch, channels), self.kernel.out.size * math.prod(self.kernel.windows.size)) as (image, channel):
+            copy = self.copied(image, channel // self.kernel.multiplier)
+            sums = scratch(self.length + self.at_once)
+            with steps(-(-self.length // self.at_once)) as block:
+                begin = block * self.at_once
+                vectors.store(sums, begin, self.sum(copy, channel, begin), self.at_once)
+            with steps(self.high) as row:
+
+                def put(index: list[Position], at: Position, count: int) -> None:
+                    place = (image, channel, row, at)
+                    value = vectors.name(vectors.load(sums, row * self.pitch + at, count))
+                    value = evaluate(self.kernel.epilogue, self.buffers, place, count, value)
+                    out = self.kernel.out
+                    vectors.store(self.buffers[-1], address(out, place), value, count, out.strides[-1])
+
+                along((self.wide,), self.lanes, put, AT_ONCE)
+
+    def copied(self, image: Position, channel: Position) -> Any:
+        """The channel's image with its border, place by place relative to the begins of windows."""
+        size = self.plane * math.prod(self.parts)
+        copy = scratch(size + self.at_once)
+        along((size + self.at_once,), self.lanes, lambda _, at, n: vectors.store(copy, at, vectors.splat(0.0, n), n))
+        top, left, *_ = self.kernel.windows.padding
+        height, width = self.kernel.space[2:]
+        down, right = self.parts
+        with steps(min(height, self.reach[0] - top)) as row:
+            placed = row + top
+            begin = vectors.name(placed % down * (right * self.plane) + placed // down * self.pitch)
+            for part in range(right):
+                first = max(0, -(-(left - part) // right))
+                source = first * right + part - left
+                count = len(range(source, min(width, self.reach[1] - left), right))
+                if count > 0:
+                    seen = moved(self.kernel.image, lambda it, at=source, n=count: it.narrow(3, at, n, right))  # type: ignore[misc]
+                    assert seen is not None
+                    into = begin + part * self.plane + first
+                    self.copy_row(seen, copy, into, (image, channel, row), count)
+        return copy
+
+    def copy_row(self, seen: Expression, copy: Any, into: Position, place: Sequence[Position], count: int) -> None:
+        def move(_: list[Position], at: Position, lanes: int) -> None:
+            vectors.store(copy, into + at, evaluate(seen, self.buffers, (*place, at), lanes), lanes)
+
+        along((count,), self.lanes, move, AT_ONCE)
+
+    def sum(self, copy: Any, channel: Position, begin: Position) -> Value:
+        """The windows' elements from a place of the output on, each times its weight."""
+        windows, weight = self.kernel.windows, self.kernel.weight
+        (down, right), (lower, farther) = self.parts, windows.dilation
+        total: Value = vectors.splat(0.0, self.at_once)
+        for number, (row, column) in enumerate(np.ndindex(*windows.size)):
+            y, x = int(row) * lower, int(column) * farther
+            place = (y % down * right + x % right) * self.plane + y // down * self.pitch + x // right
+            factor = self.buffers[weight.argument][address(weight.layout, (channel, number))]
+            seen = vectors.load(copy, begin + place, self.at_once)
+            total = vectors.name(total + seen * vectors.splat(factor, self.at_once))
+        return total

@@ -1,0 +1,357 @@
+"""Operators in others that TVM's importer reads rightly, for those that it lacks, misreads or has no good code for.
+
+Where torch's own decompositions serve, nothing stands here.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """Indexing along several axes as indexing along one that joins them."""
+    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    given = [index for index in indices if index is not None]
+    if len(axes) < 2 or any(index.dtype == torch.bool for index in given):
+        return NotImplemented
+    others = [axis for axis in range(x.dim()) if axis not in axes]
+    sizes = [x.shape[axis] for axis in axes]
+    place = torch.where(given[0] < 0, given[0] + sizes[0], given[0])
+    for index, size in zip(given[1:], sizes[1:], strict=True):
+        place = place * size + torch.where(index < 0, index + size, index)
+    joined = x.permute(*axes, *others).reshape(math.prod(sizes), *(x.shape[axis] for axis in others))
+    found = joined.index_select(0, place.flatten()).reshape(*place.shape, *joined.shape[1:])
+    # The new axes stand where the indexed ones did, or first where those are no neighbours.
+    first = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
+    new, kept = list(range(place.dim())), list(range(place.dim(), found.dim()))
+    return found.permute(*kept[:first], *new, *kept[first:])
+
+
+def _in_one_type(operation: Callable[[Any, Any], Tensor], turned: bool = False) -> Callable[..., Tensor]:
+    """Arithmetic whose operands have the type of its result, as the importer takes the operands' for it."""
+
+    def compute(one: Tensor, other: Tensor | float, alpha: float = 1) -> Tensor:
+        dtype = torch.result_type(one, other)
+        if operation is operator.truediv and not dtype.is_floating_point:
+            dtype = torch.get_default_dtype()
+        if alpha == 1 and all(x.dtype == dtype for x in (one, other) if isinstance(x, Tensor)):
+            return NotImplemented
+        first, second = (x.to(dtype) if isinstance(x, Tensor) else x for x in (one, other))
+        if alpha != 1:
+            first, second = (first * alpha, second) if turned else (first, second * alpha)
+        return operation(second, first) if turned else operation(first, second)
+
+    return compute
+
+
+def _variance(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    axes = tuple(dim) if dim else tuple(range(x.dim()))
+    count = math.prod(x.shape[axis] for axis in axes)
+    freedom = count - (1 if correction is None else correction)
+    squares = (x - x.mean(axes, keepdim=True)).square().mean(axes, keepdim=keepdim)
+    return squares * (count / freedom if freedom > 0 else math.nan)
+
+
+def _deviation(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
+    return _variance(x, dim, **options).sqrt()
+
+
+def _variance_and_mean(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    axes = tuple(dim) if dim else tuple(range(x.dim()))
+    return _variance(x, dim, **options), x.mean(axes, keepdim=options.get("keepdim", False))
+
+
+def _unfold(x: Tensor, dim: int, size: int, step: int) -> Tensor:
+    if not x.dim():
+        return NotImplemented
+    dim %= x.dim()
+    windows = _windows(x, dim, size, step, 1)
+    return windows.movedim(dim + 1, -1)
+
+
+def _windows(x: Tensor, dim: int, size: int, step: int, dilation: int) -> Tensor:
+    """An axis as [windows, elements of a window]."""
+    count = (x.shape[dim] - dilation * (size - 1) - 1) // step + 1
+    begins = torch.arange(count, device=x.device) * step
+    places = begins[:, None] + torch.arange(size, device=x.device) * dilation
+    return x.index_select(dim, places.flatten()).unflatten(dim, (count, size))
+
+
+def _im2col(
+    x: Tensor, size: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    image = F.pad(x if x.dim() == 4 else x[None], (padding[1], padding[1], padding[0], padding[0]))
+    rows = _windows(image, 2, size[0], stride[0], dilation[0])
+    windows = _windows(rows, 4, size[1], stride[1], dilation[1])  # [batch, channels, down, high, right, wide]
+    columns = windows.permute(0, 1, 3, 5, 2, 4).flatten(1, 3).flatten(2)
+    return columns if x.dim() == 4 else columns[0]
+
+
+def _col2im(
+    x: Tensor,
+    output: Sequence[int],
+    size: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> Tensor:
+    """Windows summed where they overlap: each of their elements is an image spread over the output's grid."""
+    columns = x if x.dim() == 3 else x[None]
+    batch, high, wide = columns.shape[0], *size
+    whole = [length + 2 * pad for length, pad in zip(output, padding, strict=True)]
+    counts = [
+        (length - reach * (each - 1) - 1) // step + 1
+        for length, reach, each, step in zip(whole, dilation, size, stride, strict=True)
+    ]
+    parts = columns.reshape(batch, -1, high, wide, *counts)
+    total = torch.zeros((), dtype=x.dtype, device=x.device)
+    for row in range(high):
+        for column in range(wide):
+            begin = (row * dilation[0], column * dilation[1])
+            total = total + _spread(parts[:, :, row, column], begin, stride, whole)
+    image = total[:, :, padding[0] : padding[0] + output[0], padding[1] : padding[1] + output[1]]
+    return image if x.dim() == 3 else image[0]
+
+
+def _spread(x: Tensor, begin: Sequence[int], stride: Sequence[int], whole: Sequence[int]) -> Tensor:
+    """An image with `stride` - 1 zeros after each of its elements, at `begin` of a larger one of zeros."""
+    batch, channels, *counts = x.shape
+    apart = F.pad(x[:, :, :, None, :, None], (0, stride[1] - 1, 0, 0, 0, stride[0] - 1))
+    lengths = [(count - 1) * step + 1 for count, step in zip(counts, stride, strict=True)]
+    image = apart.reshape(batch, channels, counts[0] * stride[0], counts[1] * stride[1])
+    image = image[:, :, : lengths[0], : lengths[1]]
+    after = [size - first - length for size, first, length in zip(whole, begin, lengths, strict=True)]
+    return F.pad(image, (begin[1], after[1], begin[0], after[0]))
+
+
+def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
+    if not x.is_contiguous():
+        return NotImplemented
+    places = torch.full((), storage_offset or 0, dtype=torch.int64, device=x.device)
+    for axis, (length, step) in enumerate(zip(size, stride, strict=True)):
+        places = places + (torch.arange(length, device=x.device) * step).reshape(-1, *[1] * (len(size) - axis - 1))
+    return x.flatten().index_select(0, places.flatten()).reshape(tuple(size))
+
+
+def _by_units(x: Tensor, resize: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """A resize of images as two products: with what each new column takes of the old ones, and each new row.
+
+    What they take is what `resize` makes of unit images of one column (axis 0) or one row (axis 1): constants.
+    """
+    if x.dim() != 4 or 1 in x.shape[2:]:
+        return NotImplemented
+    high, wide = (torch.eye(size, dtype=x.dtype, device=x.device) for size in x.shape[2:])
+    rows, columns = resize(high[None, ..., None], 0)[0, :, :, 0], resize(wide[None, :, None], 1)[0, :, 0]
+    return rows.T @ (x @ columns)
+
+
+def _kept(values: Sequence[Any] | None, axis: int, other: Any) -> list[Any] | None:
+    """A pair with `other` in the place of what is not for `axis`."""
+    return None if values is None else [value if each == axis else other for each, value in enumerate(values)]
+
+
+def _resize(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def compute(x: Tensor, size: Sequence[int] | None, *options: Any) -> Tensor:
+        *given, factors = options
+        return _by_units(
+            x, lambda units, axis: operation(units, _kept(size, axis, 1), *given, _kept(factors, axis, 1.0))
+        )
+
+    return compute
+
+
+def _smooth_resize(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def compute(x: Tensor, size: Sequence[int], align_corners: bool, *factors: float | None) -> Tensor:
+        def resize(units: Tensor, axis: int) -> Tensor:
+            return operation(units, _kept(size, axis, 1), align_corners, *(_kept(factors, axis, None) or ()))
+
+        return _by_units(x, resize)
+
+    return compute
+
+
+def _adaptive_mean(x: Tensor, output_size: Sequence[int]) -> Tensor:
+    """Means over parts of an image: pooling where they are of one size."""
+    if any(old % new for old, new in zip(x.shape[-2:], output_size, strict=True)):
+        return NotImplemented
+    if tuple(output_size) == (1, 1):
+        return x.mean((-2, -1), keepdim=True)
+    size = [old // new for old, new in zip(x.shape[-2:], output_size, strict=True)]
+    return F.avg_pool2d(x, size, size)
+
+
+def _line_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1,),
+    padding: Sequence[int] | str = (0,),
+    dilation: Sequence[int] = (1,),
+    groups: int = 1,
+) -> Tensor:
+    """A convolution along a line as one over an image of one row."""
+    image, kernel = x.unsqueeze(-2), weight.unsqueeze(-2)
+    around = padding if isinstance(padding, str) else (0, padding[0])
+    return F.conv2d(image, kernel, bias, (1, stride[0]), around, (1, dilation[0]), groups).squeeze(-2)
+
+
+def _line_mean(
+    x: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Tensor:
+    step = (stride or size)[0]
+    image = F.avg_pool2d(x.unsqueeze(-2), (1, size[0]), (1, step), (0, padding[0]), ceil_mode, count_include_pad)
+    return image.squeeze(-2)
+
+
+def _transposed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    output_padding: Sequence[int] = (0, 0),
+    groups: int = 1,
+    dilation: Sequence[int] = (1, 1),
+) -> Tensor:
+    """A transposed convolution: where windows do not overlap, as one over single places whose results are put side by
+    side; else as one over the image spread out, with its weights turned round.
+    """
+    stride, padding, output_padding, dilation = (
+        (each[0], each[-1]) for each in (stride, padding, output_padding, dilation)
+    )
+    size, (batch, channels, high, wide) = tuple(weight.shape[2:]), x.shape
+    made = weight.shape[1] * groups
+    parts = weight.reshape(groups, channels // groups, weight.shape[1], *size)
+    if size == stride and not any((*padding, *output_padding)) and dilation == (1, 1):
+        places = parts.permute(0, 2, 3, 4, 1).reshape(made * math.prod(size), channels // groups, 1, 1)
+        found = F.conv2d(x, places, None, groups=groups).reshape(batch, made, *size, high, wide)
+        image = found.permute(0, 1, 4, 2, 5, 3).reshape(batch, made, high * size[0], wide * size[1])
+        return image if bias is None else image + bias[:, None, None]
+    turned = parts.flip(3, 4).transpose(1, 2).reshape(made, channels // groups, *size)
+    before = [reach * (each - 1) - pad for reach, each, pad in zip(dilation, size, padding, strict=True)]
+    whole = [
+        (old - 1) * step + 1 + 2 * first + more
+        for old, step, first, more in zip((high, wide), stride, before, output_padding, strict=True)
+    ]
+    return F.conv2d(_spread(x, before, stride, whole), turned, bias, 1, 0, dilation, groups)
+
+
+def _solid_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1, 1, 1),
+    padding: Sequence[int] = (0, 0, 0),
+    dilation: Sequence[int] = (1, 1, 1),
+    groups: int = 1,
+) -> Tensor:
+    """A convolution whose windows of a film lie side by side, as patches of it are, as a product."""
+    size = tuple(weight.shape[2:])
+    parted = size == tuple(stride) and not any(padding) and groups == 1
+    if not parted or any(old % each for old, each in zip(x.shape[2:], size, strict=True)):
+        return NotImplemented
+    counts = [old // each for old, each in zip(x.shape[2:], size, strict=True)]
+    axes = [length for pair in zip(counts, size, strict=True) for length in pair]
+    patches = x.reshape(*x.shape[:2], *axes).permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4)
+    return F.linear(patches, weight.flatten(1), bias).movedim(-1, 1)
+
+
+def _pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
+    *lead, channels, high, wide = x.shape
+    each, batch = upscale_factor, len(lead)
+    parts = x.reshape(*lead, channels // each**2, each, each, high, wide)
+    kept = list(range(batch + 1))
+    order = (*kept, batch + 3, batch + 1, batch + 4, batch + 2)
+    return parts.permute(order).reshape(*lead, channels // each**2, high * each, wide * each)
+
+
+def _instance_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Tensor:
+    """Normalisation of each channel of each image by itself, which is that of groups of one channel."""
+    _, _, own_statistics, _, epsilon, _ = options
+    return F.group_norm(x, x.shape[1], weight, bias, epsilon) if own_statistics else NotImplemented
+
+
+def _summed_as(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A sum of what is no number (of truth values, say) as a sum of numbers."""
+
+    def compute(x: Tensor, *given: Any, **options: Any) -> Tensor:
+        if x.dtype.is_floating_point or x.dtype == torch.int64:
+            return NotImplemented
+        return operation(x.to(torch.int64), *given, **options)
+
+    return compute
+
+
+SMOOTH_RESIZES = (aten._upsample_bicubic2d_aa.default, aten._upsample_bilinear2d_aa.default)
+RESIZES = (
+    aten._upsample_bicubic2d_aa.vec,
+    aten._upsample_bilinear2d_aa.vec,
+    aten._upsample_nearest_exact2d.vec,
+    aten.upsample_bilinear2d.vec,
+    aten.upsample_nearest2d.vec,
+)
+ARITHMETIC: dict[Any, Callable[..., Tensor]] = {
+    aten.add.Tensor: _in_one_type(operator.add),
+    aten.add.Scalar: _in_one_type(operator.add),
+    aten.sub.Tensor: _in_one_type(operator.sub),
+    aten.sub.Scalar: _in_one_type(operator.sub),
+    aten.mul.Tensor: _in_one_type(operator.mul),
+    aten.mul.Scalar: _in_one_type(operator.mul),
+    aten.div.Tensor: _in_one_type(operator.truediv),
+    aten.div.Scalar: _in_one_type(operator.truediv),
+    aten.rsub.Scalar: _in_one_type(operator.sub, turned=True),
+}
+WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    aten.index.Tensor: _indexed,
+    aten.as_strided.default: _as_strided,
+    aten.col2im.default: _col2im,
+    aten.im2col.default: _im2col,
+    aten.std.correction: _deviation,
+    aten.unfold.default: _unfold,
+    **{each: _resize(each) for each in RESIZES},
+    **{each: _smooth_resize(each) for each in SMOOTH_RESIZES},
+    aten._adaptive_avg_pool2d.default: _adaptive_mean,
+    aten.adaptive_avg_pool2d.default: _adaptive_mean,
+    aten.avg_pool1d.default: _line_mean,
+    aten.conv1d.default: _line_convolution,
+    aten.conv1d.padding: _line_convolution,
+    aten.conv3d.default: _solid_convolution,
+    aten.conv_transpose2d.input: _transposed,
+    aten.cumsum.default: _summed_as(aten.cumsum.default),
+    aten.instance_norm.default: _instance_norm,
+    aten.pixel_shuffle.default: _pixel_shuffle,
+    aten.sum.default: _summed_as(aten.sum.default),
+    aten.sum.dim_IntList: _summed_as(aten.sum.dim_IntList),
+    aten.var.correction: _variance,
+    aten.var_mean.correction: _variance_and_mean,
+    **ARITHMETIC,
+}
+# What the importer has and misreads, or reads as what no schedule of ours knows, and that is written out well.
+MISREAD = {
+    *RESIZES,
+    *SMOOTH_RESIZES,
+    aten._adaptive_avg_pool2d.default,
+    aten.adaptive_avg_pool2d.default,
+    aten.avg_pool1d.default,
+    aten.conv1d.default,
+    aten.conv3d.default,
+    aten.conv_transpose2d.input,
+    aten.instance_norm.default,
+    aten.pixel_shuffle.default,
+    aten.std.correction,
+    aten.var.correction,
+}

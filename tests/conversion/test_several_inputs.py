@@ -1,0 +1,97 @@
+"""Models of several inputs: calibrated with one array for each, or refused by name before any work."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnrewrite as ar
+from attnrewrite.errors import InputError
+from attnrewrite.images.several import load_several
+
+GENERATOR = torch.Generator().manual_seed(0)
+PICTURES = torch.randn(24, 3, 8, 8, generator=GENERATOR)
+KEPT = torch.rand(24, 4, generator=GENERATOR) > 0.2
+
+
+class Prompted(nn.Module):
+    """[B, 3, 8, 8] and the tokens that count [B, 4] -> [B, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 48)
+        self.proj, self.head = nn.Linear(16, 16), nn.Linear(16, 5)
+        nn.init.normal_(self.qkv.weight)
+
+    def forward(self, picture: Tensor, kept: Tensor) -> Tensor:
+        x = self.embed(picture).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        bias = torch.zeros(kept.shape).masked_fill(~kept, -1e4)[:, None, None]
+        x = x + self.proj((((q @ k.mT) * 8**-0.5 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.head(x.mean(1))
+
+
+EXAMPLE = (PICTURES[:2], KEPT[:2])
+
+
+def convert(data: Any, **how: Any) -> ar.Conversion:
+    return ar.convert(Prompted(), EXAMPLE, variant="l1", calibration=data, **how)
+
+
+@pytest.fixture(scope="module")
+def converted() -> ar.Conversion:
+    return convert([(PICTURES[:10], KEPT[:10]), (PICTURES[10:], KEPT[10:])])
+
+
+def test_the_fit_reads_all_inputs(converted: ar.Conversion) -> None:
+    copy, fit = converted.report["calibration"]["stages"]
+    assert fit["kl_after"] < copy["kl_before"]
+    assert converted.report["calibration"]["images"] == 24
+
+
+def test_an_iterable_and_a_file_hold_the_same(tmp_path: Path) -> None:
+    np.savez(tmp_path / "named.npz", picture=PICTURES.numpy(), kept=KEPT.numpy())
+    np.savez(tmp_path / "ordered.npz", PICTURES.numpy(), KEPT.numpy())
+    given = [
+        [(PICTURES[:10], KEPT[:10]), (PICTURES[10:], KEPT[10:])],
+        [{"kept": KEPT, "picture": PICTURES, "beside": 1}],
+        tmp_path / "named.npz",
+        str(tmp_path / "ordered.npz"),
+    ]
+    found = [load_several(data, EXAMPLE, ("picture", "kept")) for data in given]
+    assert {(len(each), each.digest()) for each in found} == {(24, found[0].digest())}
+
+
+BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "one tensor": (PICTURES, {}, r"takes 2 inputs \(picture, kept\), and a Tensor holds one"),
+    "single tensors": ([PICTURES], {}, "is no tuple of 2 tensors with a batch"),
+    "a folder": (".", {}, "is no .npz with an array for each"),
+    "a name that is missing": ([{"picture": PICTURES}], {}, "has no 'kept'"),
+    "another shape": ([(PICTURES, KEPT[:, :3])], {}, r"input kept is \[24, 3\].* takes \[N, 4\]"),
+    "another kind": ([(PICTURES, KEPT.float())], {}, "input kept is of another kind .* float32 and bool"),
+    "other counts": ([(PICTURES, KEPT[:20])], {}, "as many of every input, and there are 24 of picture, 20 of kept"),
+    "no items": ([], {}, "the calibration data is empty"),
+    "distillation": ([(PICTURES, KEPT)], {"steps": 5}, "distillation moves and mixes pictures"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
+    data, how, message = BAD[case]
+    with pytest.raises(InputError, match=message):
+        convert(data, **how)
+
+
+def test_a_file_without_an_input_names_it(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=PICTURES.numpy())
+    with pytest.raises(InputError, match=r"has no array 'picture' \(it has x\): the model's inputs are picture, kept"):
+        convert(tmp_path / "x.npz")
+
+
+def test_a_model_of_several_inputs_is_not_evaluated_on_pictures(converted: ar.Conversion) -> None:
+    with pytest.raises(InputError, match=r"takes 2 inputs \(picture, kept\), and only models of pictures"):
+        ar.evaluate(converted, PICTURES)

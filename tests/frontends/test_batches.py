@@ -1,0 +1,95 @@
+"""Models of one batch size, in every frontend: calibrated, evaluated and compared with any number of pictures."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attnrewrite as ar
+from attnrewrite.api import Conversion
+from attnrewrite.frontends.batches import any_batch, fixed_batch
+from attnrewrite.frontends.sources import Source, load_source
+
+PICTURES = torch.randn(13, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+class Pictures(nn.Module):
+    """[4, 3, 8, 8] -> [4, 5]; `mixed` has every picture see the mean of all."""
+
+    def __init__(self, batch: int, mixed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.batch, self.mixed = batch, mixed
+        self.embed, self.token = nn.Conv2d(3, 16, 4, 4), nn.Parameter(torch.randn(1, 1, 16))
+        self.qkv, self.proj, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 5)
+        nn.init.normal_(self.qkv.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(self.batch, -1, -1), x], 1)
+        q, k, v = self.qkv(x).view(self.batch, 5, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(self.batch, 5, 16))
+        return self.head(x[:, 0] - x.mean((0, 1)) if self.mixed else x[:, 0])
+
+
+def one_by_one(model: nn.Module, batch: int) -> Tensor:
+    whole = torch.cat([PICTURES, PICTURES])[: -(-len(PICTURES) // batch) * batch]
+    with torch.no_grad():
+        return torch.cat([model(part) for part in whole.split(batch)])[: len(PICTURES)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model for one picture, written by both of torch's ONNX exporters and as a program."""
+    folder, model, x = tmp_path_factory.mktemp("fixed"), Pictures(1).eval(), PICTURES[:1]
+    torch.onnx.export(model, (x,), folder / "script.onnx", dynamo=False, opset_version=17)
+    torch.onnx.export(model, (x,), folder / "dynamo.onnx", dynamo=True, opset_version=18, verbose=False)
+    torch.export.save(torch.export.export(model, (x,)), folder / "program.pt2")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["script.onnx", "dynamo.onnx", "program.pt2"])
+def test_a_file_with_a_batch_of_one_is_opened(files: Path, name: str) -> None:
+    source = load_source(files / name)
+    assert fixed_batch(source) == 1
+    with torch.no_grad():
+        found = any_batch(source)(PICTURES)
+    torch.testing.assert_close(found, one_by_one(Pictures(1).eval(), 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def converted(files: Path) -> Conversion:
+    return ar.convert(files / "dynamo.onnx", variant="l1", calibration=PICTURES)
+
+
+def test_it_is_calibrated_and_evaluated_with_an_open_batch(converted: Conversion) -> None:
+    assert (converted.report["fixed_batch"], converted.report["fixed_batch_reason"]) == (None, None)
+    assert converted.module(PICTURES).shape == (13, 5)
+    assert [each.n for each in ar.evaluate(converted, PICTURES).values()] == [13, 13]
+
+
+def test_an_onnx_file_keeps_its_signature(converted: Conversion, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    converted.save(tmp_path / "out")
+    (given,) = onnx.load(tmp_path / "out" / "model.onnx").graph.input
+    assert [axis.dim_value for axis in given.type.tensor_type.shape.dim] == [1, 3, 8, 8]
+    assert fixed_batch(load_source(tmp_path / "out")) is None
+
+
+def test_what_cannot_be_opened_is_called_batch_by_batch_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = Pictures(4, mixed=True).eval()
+    source = Source("mixed", model, None, (PICTURES[:4],))
+    with caplog.at_level(logging.WARNING, "attnrewrite"), torch.no_grad():
+        found = any_batch(source)(PICTURES)
+    torch.testing.assert_close(found[:12], one_by_one(model, 4)[:12], rtol=1e-5, atol=1e-6)
+    assert "mixed takes batches of 4 only: the graph " in caplog.text
+
+
+def test_a_conversion_in_memory_that_cannot_be_opened_is_fed_its_own_batch() -> None:
+    done = ar.convert(Pictures(4, mixed=True), (PICTURES[:4],), variant="l1", calibration=PICTURES)
+    assert done.report["fixed_batch"] == 4
+    assert "mean" in done.report["fixed_batch_reason"]
+    assert [each.n for each in ar.evaluate(done, PICTURES).values()] == [13, 13]

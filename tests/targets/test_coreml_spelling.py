@@ -1,0 +1,48 @@
+"""What coremltools is given: what it lacks is written out, what cannot be is refused by operator and node."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.errors import InputError
+from attnrewrite.targets.coreml import package, spelling
+from attnrewrite.targets.prepare import specialise
+
+pytest.importorskip("coremltools", reason="coremltools is not installed")
+
+X = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Called(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test_an_operator_that_coremltools_lacks_is_written_out() -> None:
+    torch.manual_seed(0)
+    layer = nn.LSTM(4, 2, batch_first=True).eval()
+    program = specialise(layer, (X,))
+    assert any("lstm" in str(node.target) for node in program.graph.nodes)
+    made = spelling.readable(program)
+    assert not any("lstm" in str(node.target) for node in made.graph.nodes)
+    torch.testing.assert_close(made.module()(X)[0], layer(X)[0])
+
+
+def test_what_draws_random_numbers_is_refused_by_its_node() -> None:
+    program = specialise(Called(lambda x: x + torch.rand_like(x)), (X,))
+    with pytest.raises(InputError, match=r"random numbers with aten.rand_like.default \(node 'rand_like'"):
+        spelling.readable(program)
+
+
+def test_an_operator_that_none_can_write_out_is_named(tmp_path: Path) -> None:
+    program = specialise(Called(lambda x: x.histc(4)), (X,)).run_decompositions({})
+    with pytest.raises(InputError, match="histc"):
+        package.convert(program, tmp_path, "FLOAT32")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,85 @@
+"""What TVM's importer lacks or misreads arrives all the same, in other operators; the rest is refused by name."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnrewrite.errors import InputError
+from attnrewrite.targets import agreement as check
+from attnrewrite.targets.prepare import reference, specialise
+from attnrewrite.targets.tvm import compat as tvm_compat
+from attnrewrite.targets.tvm.importer import import_program
+
+pytest.importorskip("tvm")
+
+IMAGE, TOKENS = (1, 4, 8, 8), (1, 12, 8)
+PLACES = torch.tensor([5, 0, -1]), torch.tensor([[2], [-8]])
+# What is lowered as it stands, by the shape of its input; all of each table in one module, which is compiled once.
+OPERATORS: dict[tuple[int, ...], dict[str, Callable[[Tensor], Tensor]]] = {
+    IMAGE: {
+        "windows of an image as columns": lambda x: F.unfold(x, 3, padding=1, stride=2),
+        "columns summed to an image": lambda x: F.fold(F.unfold(x, 3, padding=1, stride=2), (8, 8), 3, 1, 1, 2),
+        "overlapping windows": lambda x: x.unfold(2, 4, 2).unfold(3, 4, 2),
+        "indices along two axes": lambda x: x[:, :, PLACES[0], PLACES[1]],
+        "indices along axes apart": lambda x: x[PLACES[0] * 0, :, :, PLACES[0]],
+        "places of a channel": lambda x: F.pixel_shuffle(x, 2),
+        "nearest, to an odd size": lambda x: F.interpolate(x, size=(11, 13), mode="nearest"),
+        "linear by a factor": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        "linear from corner to corner": lambda x: F.interpolate(x, size=(13, 5), mode="bilinear", align_corners=True),
+        "linear over all that is seen": lambda x: F.interpolate(x, size=(5, 5), mode="bilinear", antialias=True),
+        "means of parts": lambda x: F.adaptive_avg_pool2d(x, (4, 2)),
+        "normalised channels": lambda x: F.instance_norm(x),
+        "spread with overlaps": nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1),
+        "spread without, in groups": nn.ConvTranspose2d(4, 6, 2, 2, groups=2),
+    },
+    TOKENS: {
+        "root of the mean square": lambda x: F.rms_norm(x, (8,), torch.full((8,), 2.0)),
+        "each more than once": lambda x: x.repeat_interleave(3, 1),
+        "deviation of a sample": lambda x: x.std(-1, keepdim=True),
+        "variance of everything": lambda x: x.var((-1, -2), unbiased=False),
+        "rounded quotients": lambda x: (
+            torch.div(x, 2, rounding_mode="floor") + torch.div(x, 0.3, rounding_mode="trunc")
+        ),
+        "sums of multiples": lambda x: torch.add(x, x * x, alpha=2) + torch.sub(x, 1, alpha=3),
+        "counts in arithmetic": lambda x: ((x > 0).sum(-1) / 3) * 0.5,
+        "means along a line": lambda x: F.avg_pool1d(x, 2),
+        "windows along a line": nn.Conv1d(12, 10, 3, padding=1),
+        "chosen by comparison": lambda x: torch.where(x > 0.1, x, 2.0 * x.roll(1, 1)),
+        "powers and waves": lambda x: x.abs() ** 1.5 + torch.sin(x) + torch.cos(x) + x.abs().add(1).log() + x.floor(),
+    },
+    (1, 2, 4, 6, 6): {"patches of a film": nn.Conv3d(2, 3, (2, 3, 3), (2, 3, 3))},
+}
+
+
+class All(nn.Module):
+    """The results of every operator of a table, side by side."""
+
+    def __init__(self, operators: dict[str, Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.operators = list(operators.values())
+        self.held = nn.ModuleList(each for each in self.operators if isinstance(each, nn.Module))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(operator(x) for operator in self.operators)
+
+
+@pytest.mark.parametrize("shape", OPERATORS)
+def test_operators_mean_what_they_mean_in_torch(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module, inputs = All(OPERATORS[shape]).eval(), (torch.randn(shape),)
+    made = tvm_compat.build_for_cpu(import_program(specialise(module, inputs)), "host")
+    found, expected = tvm_compat.bind(made.executable, inputs, 1)(), reference(module, inputs)
+    for name, one, other in zip(OPERATORS[shape], found, expected, strict=True):
+        check.agree(name, [one], [other], check.FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("operator", "called"),
+    [(lambda x: torch.fft.rfft2(x).abs(), "fft"), (lambda x: torch.linalg.svd(x)[1], "svd")],
+)
+def test_what_nothing_writes_out_is_refused_by_operator_and_node(operator: Callable, called: str) -> None:
+    with pytest.raises(InputError, match=rf"no operator aten.*{called}.* \(node '.*{called}.*'\)"):
+        import_program(specialise(All({called: operator}), (torch.randn(TOKENS),)))
