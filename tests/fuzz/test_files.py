@@ -14,8 +14,8 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 
 def test_damaged_files_are_refused_or_read_right() -> None:
     """The command of `make fuzz`, on a few of its ten thousand."""
-    kinds = ("onnx", "safetensors", "pth", "npz", "pictures", "configuration")  # the others take long to begin with
-    command = [sys.executable, "-m", "fuzz", "--cases", "200", *(word for kind in kinds for word in ("--kind", kind))]
+    kinds = ("safetensors", "pth", "pictures", "configuration")  # the others take long to begin with
+    command = [sys.executable, "-m", "fuzz", "--cases", "100", *(word for kind in kinds for word in ("--kind", kind))]
     path = os.pathsep.join([str(HELPERS), str(HELPERS.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -195,6 +195,19 @@ def shifted(t: Tensor, axis: int) -> Tensor:
     return F.pad(cut, (0, 1)).transpose(axis, -1)
 
 
+def followed(m: Disturbed, t: Tensor, each: Disturbance) -> Tensor:
+    """A tensor that follows the images, of one element along the axes where it does not vary."""
+    single = [axis for axis, size in enumerate(shape_of(t, each)) if axis and size == 1]
+    return (t.detach().cos().mean(single, keepdim=True) if single else t.detach().cos()) + 1.5
+
+
+def in_place(t: Tensor, axis: int, write: Callable[[Tensor], Tensor]) -> Tensor:
+    """The last along `axis` written over, in a view of a view: what shares the memory must not change with it."""
+    own = t.clone()
+    write(own.transpose(axis, -1)[..., -1])
+    return own
+
+
 def written(t: Tensor, axis: int, value: float) -> Tensor:
     t = t.clone()
     t.select(axis, -1).fill_(value)
@@ -224,11 +237,14 @@ def kth_dropped(t: Tensor) -> Tensor:
     return torch.where(t < kept, -math.inf, t)
 
 
-FILLS = (-1e4, -math.inf, 0.0, 1.0, -1e9, -5.0)
+FILLS = (-1e4, -math.inf, 0.0, 1.0, -1e9, -5.0, 1e4, -65504.0, torch.finfo(torch.float32).min)
 ALPHAS = (2, -1, 0.5, 3.0)
 Kind = Callable[[Disturbed, Tensor, Disturbance, int], Tensor]
 KINDS: dict[str, Kind] = {
     "times a tensor": lambda m, t, d, n: t * table(m, t, d, n),
+    "times a tensor of fewer axes": lambda m, t, d, n: t * table(m, t, d, n).flatten(0, 1)[0],
+    "times a tensor of the input": lambda m, t, d, n: t * followed(m, t, d),
+    "plus a tensor of the input": lambda m, t, d, n: t + followed(m, t, d),
     "over a tensor": lambda m, t, d, n: t / table(m, t, d, n),
     "plus a tensor": lambda m, t, d, n: t + table(m, t, d, n),
     "plus alpha times a tensor": lambda m, t, d, n: torch.add(t, table(m, t, d, n), alpha=ALPHAS[d.size % 4]),
@@ -237,11 +253,12 @@ KINDS: dict[str, Kind] = {
     "times a number": lambda m, t, d, n: t * (0.5 + d.size),
     "plus a number": lambda m, t, d, n: torch.add(t, 0.5, alpha=1 + d.size),
     "over a window's own": per_window,
-    "filled": lambda m, t, d, n: t.masked_fill(chosen(m, t, d, n), FILLS[d.size % 6]),
-    "kept where": lambda m, t, d, n: torch.where(chosen(m, t, d, n), FILLS[d.size % 6], t),
-    "chosen where": lambda m, t, d, n: torch.where(chosen(m, t, d, n), t, FILLS[d.size % 6]),
+    "filled": lambda m, t, d, n: t.masked_fill(chosen(m, t, d, n), FILLS[d.size % 9]),
+    "kept where": lambda m, t, d, n: torch.where(chosen(m, t, d, n), FILLS[d.size % 9], t),
+    "chosen where": lambda m, t, d, n: torch.where(chosen(m, t, d, n), t, FILLS[d.size % 9]),
     "times a mask": lambda m, t, d, n: t * chosen(m, t, d, n),
     "clamped": lambda m, t, d, n: t.clamp(-0.3 - d.size, 0.3),
+    "clamped above": lambda m, t, d, n: t.clamp(max=0.2 * d.size),
     "clamped below": lambda m, t, d, n: t.clamp(min=-0.1 * d.size),
     "capped": lambda m, t, d, n: torch.tanh(t / 2) * 2,
     "rectified": lambda m, t, d, n: t.relu(),
@@ -262,6 +279,8 @@ KINDS: dict[str, Kind] = {
     "dropped out": lambda m, t, d, n: F.dropout(t, 0.3),
     "read elsewhere": lambda m, t, d, n: remembered(m, t),
     "written over": lambda m, t, d, n: written(t, axis_of(t, d), (0.0, -1e4, -math.inf, 1.0)[d.size % 4]),
+    "scaled in place": lambda m, t, d, n: in_place(t, axis_of(t, d), lambda part: part.mul_(0.5 + d.size)),
+    "filled in place": lambda m, t, d, n: in_place(t, axis_of(t, d), lambda part: part.fill_(FILLS[d.size % 9])),
     "counted in a buffer": lambda m, t, d, n: counted(m, t),
     "its tail scaled": lambda m, t, d, n: tail_scaled(t, axis_of(t, d)),
     "cut and padded": lambda m, t, d, n: shifted(t, axis_of(t, d)),
@@ -288,7 +307,7 @@ disturbances = st.builds(
     kind=st.sampled_from(sorted(KINDS)),
     axes=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     axis=st.integers(0, 2),
-    size=st.integers(0, 5),
+    size=st.integers(0, 8),
 )
 recipes = st.builds(
     Recipe,

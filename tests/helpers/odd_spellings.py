@@ -18,6 +18,7 @@ INF = math.inf
 NEAR = torch.ones(TOKENS, TOKENS).tril(3).triu(-3) > 0
 ONE_ROW = torch.ones(TOKENS, TOKENS).index_fill(0, torch.tensor([5]), 0) > 0  # query 5 sees nothing
 SHUFFLED = torch.tensor([3, 1, 4, 0, 5, 9, 2, 6, 8, 7, 11, 10])
+PLACES = torch.arange(TOKENS)[:, None].sub(torch.arange(TOKENS)).abs() % 5
 Expected = Literal["right", "no core", "not a site"]
 
 
@@ -158,6 +159,36 @@ def transposed(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged(attend(heads(m.q(x)), heads(m.k(x)), heads(v.flatten(2).mT))))
 
 
+def relative(m: Any, x: Tensor) -> Tensor:
+    """A bias that each query gathers from its own products with a table."""
+    q, k, v = unpacked(m, x)
+    bias = (q @ m.table.mT).gather(-1, PLACES.expand(*q.shape[:2], -1, -1))
+    return m.proj(merged((q @ k.mT * SCALE + bias).softmax(-1) @ v))
+
+
+def scaled_under_views(m: Any, x: Tensor) -> Tensor:
+    packed = m.qkv(x)
+    parts = [heads(part) for part in packed.chunk(3, -1)]
+    packed.mul_(0.5)
+    return m.proj(merged(attend(*parts)))
+
+
+def with_a_sink(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    return m.proj(merged(F.pad(q @ k.mT * SCALE, (1, 0)).softmax(-1)[..., 1:] @ v))
+
+
+def over_images(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    return m.proj(merged((q @ k.mT * SCALE).softmax(0) @ v))
+
+
+def head_in_place(m: Any, x: Tensor, s: Tensor) -> Tensor:
+    s = s.clone()
+    s[:, 1].mul_(0.1)
+    return s
+
+
 def subset(m: Any, x: Tensor) -> Tensor:
     """Five of each head's six channels take part in the scores."""
     q, k, v = unpacked(m, x)
@@ -254,6 +285,27 @@ ODD = (
     Odd("rows with one -inf cleared", "no core", packed, safe_rows(lambda s: (s == -INF).any(-1, keepdim=True))),
     Odd("columns of -inf cleared", "no core", packed, safe_rows(lambda s: (s == -INF).all(-2, keepdim=True))),
     Odd("all but -inf cleared", "no core", packed, safe_rows(lambda s: s != -INF)),
+    scored("log of a mask", "right", lambda m, x, s: s + (~far(x)).double().log()),
+    scored("the largest scores kept", "right", lambda m, x, s: torch.where(s < s.topk(4).values[..., -1:], -INF, s)),
+    scored("the largest scores kept by scatter", "right",
+           lambda m, x, s: s + torch.full_like(s, -INF).scatter(-1, s.topk(4).indices, 0.0)),
+    scored("table chosen by the input's order", "right",
+           lambda m, x, s: s + m.table[x[:, :, 0].argsort(-1)][:, None], tables(table=(TOKENS, TOKENS))),
+    scored("filled, biased, filled", "no core",
+           lambda m, x, s: (s.masked_fill(far(x), -1e4) + m.table).masked_fill(far(x), -1e4),
+           tables(table=(TOKENS, TOKENS))),
+    scored("added mask, then a gain", "no core", lambda m, x, s: (s + far(x) * -1e4) * m.gain,
+           tables(gain=(HEADS, 1, 1))),
+    scored("temperature of each query's token", "no core", lambda m, x, s: s * x.mean(-1)[:, None, :, None].sigmoid()),
+    scored("gain of an image's place in the batch", "right",
+           lambda m, x, s: s * (1 + torch.arange(x.shape[0])[:, None, None, None])),
+    scored("times the batch's size", "no core", lambda m, x, s: s * x.shape[0]),
+    scored("a head scaled in place", "no core", head_in_place),
+    Odd("relative bias of each query", "right", lambda: packed() | {"table": nn.Parameter(torch.randn(5, WIDTH // 4))},
+        relative),
+    Odd("packed projection scaled under its views", "right", packed, scaled_under_views),
+    Odd("a sink beside the keys", "not a site", packed, with_a_sink),
+    Odd("softmax over images", "not a site", packed, over_images),
     # what lies where
     scored("keys of scores rolled", "no core", lambda m, x, s: s.roll(1, -1)),
     scored("queries of scores rolled", "no core", lambda m, x, s: s.roll(2, -2)),
