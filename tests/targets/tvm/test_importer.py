@@ -30,7 +30,6 @@ OPERATORS: dict[tuple[int, ...], dict[str, Callable[[Tensor], Tensor]]] = {
         "nearest, to an odd size": lambda x: F.interpolate(x, size=(11, 13), mode="nearest"),
         "linear by a factor": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
         "linear from corner to corner": lambda x: F.interpolate(x, size=(13, 5), mode="bilinear", align_corners=True),
-        "linear over all that is seen": lambda x: F.interpolate(x, size=(5, 5), mode="bilinear", antialias=True),
         "means of parts": lambda x: F.adaptive_avg_pool2d(x, (4, 2)),
         "normalised channels": lambda x: F.instance_norm(x),
         "spread with overlaps": nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1),
