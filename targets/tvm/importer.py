@@ -34,10 +34,19 @@ class _Untranslated(Exception):
 def import_program(program: ExportedProgram) -> Any:
     """The exported program as a Relax module with its weights inside.
 
-    Operators that TVM's importer lacks, fails at or reads wrongly are written out as torch itself does it.
+    Operators that TVM's importer lacks, fails at or reads wrongly are written out in others first.
 
     Raises:
-        InputError: there is one that torch does not write out; it is named with its node.
+        InputError: there is one that nothing writes out; it is named with its node.
+    """
+    return readable(program)[1]
+
+
+def readable(program: ExportedProgram) -> tuple[ExportedProgram, Any]:
+    """The program in operators that TVM's importer reads rightly, and the Relax module that it makes of them.
+
+    Raises:
+        InputError: as `import_program`.
     """
     program = canonical(program)
     for _ in range(DEEPEST):
@@ -45,7 +54,7 @@ def import_program(program: ExportedProgram) -> Any:
         if misread:
             program = canonical(Decompose(_in_others(misread))(program))
         try:
-            return _translated(program)
+            return program, _translated(program)
         except _Untranslated as failure:
             table = _in_others({failure.node.target, *_unknown(program)})
             if failure.node.target not in table:

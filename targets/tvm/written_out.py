@@ -169,16 +169,6 @@ def _resize(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return compute
 
 
-def _smooth_resize(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def compute(x: Tensor, size: Sequence[int], align_corners: bool, *factors: float | None) -> Tensor:
-        def resize(units: Tensor, axis: int) -> Tensor:
-            return operation(units, _kept(size, axis, 1), align_corners, *(_kept(factors, axis, None) or ()))
-
-        return _by_units(x, resize)
-
-    return compute
-
-
 def _adaptive_mean(x: Tensor, output_size: Sequence[int]) -> Tensor:
     """Means over parts of an image: pooling where they are of one size."""
     if any(old % new for old, new in zip(x.shape[-2:], output_size, strict=True)):
@@ -296,10 +286,7 @@ def _summed_as(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return compute
 
 
-SMOOTH_RESIZES = (aten._upsample_bicubic2d_aa.default, aten._upsample_bilinear2d_aa.default)
 RESIZES = (
-    aten._upsample_bicubic2d_aa.vec,
-    aten._upsample_bilinear2d_aa.vec,
     aten._upsample_nearest_exact2d.vec,
     aten.upsample_bilinear2d.vec,
     aten.upsample_nearest2d.vec,
@@ -323,7 +310,6 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.std.correction: _deviation,
     aten.unfold.default: _unfold,
     **{each: _resize(each) for each in RESIZES},
-    **{each: _smooth_resize(each) for each in SMOOTH_RESIZES},
     aten._adaptive_avg_pool2d.default: _adaptive_mean,
     aten.adaptive_avg_pool2d.default: _adaptive_mean,
     aten.avg_pool1d.default: _line_mean,
@@ -343,7 +329,6 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
 # What the importer has and misreads, or reads as what no schedule of ours knows, and that is written out well.
 MISREAD = {
     *RESIZES,
-    *SMOOTH_RESIZES,
     aten._adaptive_avg_pool2d.default,
     aten.adaptive_avg_pool2d.default,
     aten.avg_pool1d.default,
