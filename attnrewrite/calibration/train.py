@@ -17,7 +17,6 @@ from attnrewrite.passes.verify import rewritten_sites
 
 WARM_UP = 0.1  # the share of the steps in which the learning rate rises
 LARGEST_GRADIENT = 1.0
-BATCH = 64  # images of a step
 SAVE_EVERY = 20  # steps between checkpoints
 
 
@@ -92,7 +91,7 @@ def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, best
         given.processes.size,
         given.images.digest,
         given.held_out.digest,
-        drawn_at_once(given),
+        given.images.batch_size,
     )
     begin, goes_on = _resume(name, given, key, parts)
     for step in range(begin, schedule.steps):
@@ -148,14 +147,8 @@ def draw(given: StageInput, step: int) -> Tensor:
     """The images of a step, mirrored, moved and mixed in pairs: the teacher answers for whatever it is shown."""
     generator = torch.Generator().manual_seed(given.execution.seed * 1_000_003 + step)
     pool = given.images
-    (images,) = pool.draw(torch.randint(len(pool.images), (drawn_at_once(given),), generator=generator))
+    (images,) = pool.draw(torch.randint(len(pool.images), (pool.batch_size,), generator=generator))
     return mixed(moved(images, generator), generator)
-
-
-def drawn_at_once(given: StageInput) -> int:
-    """How many images a step learns from, whatever memory has room for."""
-    pool = given.images
-    return pool.batch_size if pool.filled else min(BATCH, len(pool.images))
 
 
 def _check_finite(name: str, losses: Mapping[str, Tensor], sites: Collection[str]) -> None:
