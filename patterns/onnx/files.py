@@ -35,6 +35,8 @@ def read_model(path: Path) -> ir.Model:
         raise InputError(f"{path}: holds no graph; export it again")
     for initialiser in proto.graph.initializer:
         _check_stored(path, initialiser)
+    for node in proto.graph.node:
+        _check_attributes(path, node)
     try:
         with _quiet():
             model = ir.serde.deserialize_model(proto)
@@ -79,6 +81,19 @@ def _check_stored(path: Path, tensor: onnx.TensorProto) -> None:
     if wanted != found:
         what = f"{path}: initialiser {tensor.name!r} has {found} bytes"
         raise InputError(f"{what}, its dimensions {list(tensor.dims)} need {wanted}; export it again")
+
+
+def _check_attributes(path: Path, node: onnx.NodeProto) -> None:
+    """Whether each attribute is given once: of two, readers take different ones."""
+    seen: set[str] = set()
+    for attribute in node.attribute:
+        if attribute.name in seen:
+            where = f"{path}: node {node.name!r} ({node.op_type})"
+            raise InputError(f"{where} has the attribute {attribute.name!r} twice; export it again")
+        seen.add(attribute.name)
+        for inner in (attribute.g, *attribute.graphs):
+            for each in inner.node:
+                _check_attributes(path, each)
 
 
 def _check_external(path: Path, tensor: ir.ExternalTensor) -> None:

@@ -72,11 +72,18 @@ class OnnxGraph:
         return self._operations[value]
 
     def shape(self, value: str) -> Size:
-        return self._sizes.size[value if value in self._sizes.size else self._by_linear[value].product]
+        return self._sizes.size[self._sized(value)]
 
     def batch_axes(self, value: str) -> frozenset[int]:
-        name = value if value in self._sizes.size else self._by_linear[value].product
-        return self.prepared.batch_axes.get(name, frozenset())
+        return self.prepared.batch_axes.get(self._sized(value), frozenset())
+
+    def _sized(self, value: str) -> str:
+        """The value of the file that has the size of `value`. Raises InputError where none is known."""
+        if value in self._sizes.size:
+            return value
+        if value not in self._by_linear:
+            raise InputError(f"the size of {value!r} cannot be inferred: export the model again")
+        return self._by_linear[value].product
 
     @property
     def batch(self) -> int:

@@ -99,6 +99,13 @@ def open_width(folder: Path) -> Path:
     return written(folder / "model.onnx", proto("y = Softmax(x)", 17, "float[B,N,16] x"))
 
 
+def ambiguous(folder: Path) -> Path:
+    model = proto(PLAIN, 17)
+    node = next(node for node in model.graph.node if node.attribute)
+    node.attribute.append(node.attribute[0])
+    return written(folder / "model.onnx", model)
+
+
 def external(location: str, length: int = 1024) -> Callable[[Path], Path]:
     """A model whose first weight is said to lie in `location`."""
 
@@ -127,6 +134,7 @@ BAD = {
     recursive: "cannot be put in order",
     unmade: r"node 'node0' \(Add\) reads 'nothing', which nothing makes",
     twice: "not a sound ONNX model: Output 'y' is redeclared",
+    ambiguous: r"has the attribute '\w+' twice",
     mistyped: r"node 'node1' \(MatMul\) does not take its operands",
     misshapen: r"node 'node0' \(MatMul\) does not take its operands \(x 2x10x16, seven 7x7\)",
     short_weight: r"initialiser 'bk' has 64 bytes, its dimensions \[1099511627776\] need",
@@ -146,6 +154,13 @@ def test_a_bad_file_is_refused_in_one_line(make: Callable[[Path], Path], message
     with pytest.raises(InputError, match=message) as caught:
         explain(make(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_value_of_unknown_size_is_named() -> None:
+    graph = OnnxGraph(ir.serde.deserialize_model(proto(PLAIN, 17)))
+    for asked in (graph.shape, graph.batch_axes):
+        with pytest.raises(InputError, match="the size of 'nowhere' cannot be inferred"):
+            asked("nowhere")
 
 
 def test_weights_beside_the_model_are_read(tmp_path: Path) -> None:
