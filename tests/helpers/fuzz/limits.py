@@ -1,5 +1,6 @@
 """Work in a process of its own, forked from one that has imported everything, with bounded time, memory and files."""
 
+import faulthandler
 import os
 import resource
 import signal
@@ -37,6 +38,7 @@ def confined(work: Callable[[], str], limits: Limits = Limits()) -> str:
 
 def _answer(work: Callable[[], str], limits: Limits, to: int) -> None:
     """In the child: does the work, writes what came of it, and is gone without running what its parent has to run."""
+    faulthandler.disable()  # the parent tells of a crash
     try:
         _confine(limits)
         text = work()
