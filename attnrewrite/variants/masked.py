@@ -224,9 +224,8 @@ class Masked(LinearVariant):
         super().__post_init__()
         if self.size < SMALLEST or self.size % 2 == 0:
             raise InputError(f"masked: size={self.size} must be odd and at least {SMALLEST}")
-        if self.heads == () or (isinstance(self.heads, int) and self.heads < 1):
-            told = "[]" if self.heads == () else str(self.heads)
-            raise InputError(f"masked: heads={told} masks nothing: give a count of at least 1, a list, or all")
+        if isinstance(self.heads, int) and self.heads < 1:  # an empty list is what a fit that masks no head resolves to
+            raise InputError(f"masked: heads={self.heads} masks nothing: give a count of at least 1, a list, or all")
         if not 0 <= self.tolerance <= 1:
             raise InputError(f"masked: tolerance={self.tolerance} must lie between 0 and 1")
 

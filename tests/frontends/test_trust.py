@@ -23,8 +23,9 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-# [B, 3, 16, 16] -> [B, 16]: one attention over four patches.
+# [B, 3, 16, 16] -> [B, 16]: one attention over a class token and four patches.
 MODEL = """
+import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -33,9 +34,11 @@ class Vit(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.qkv = nn.Conv2d(3, 16, 8, 8), nn.Linear(16, 48)
+        self.token = nn.Parameter(torch.zeros(1, 1, 16))
 
     def forward(self, x):
         x = self.embed(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
         query, key, value = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
         return (x + scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)).mean(1)
 

@@ -166,7 +166,7 @@ CASES: dict[str, tuple[str, int, str]] = {
     ),
     "a bad variant option": (f"{CONVERT} --option centred=maybe", 2, "centred='maybe' is not true or false"),
     "an even square": (f"{CONVERT} --variant masked --option size=4", 2, "masked: size=4 must be odd and at least 3"),
-    "no head by name": (f"{CONVERT} --variant masked --option heads=[]", 2, "masked: heads=[] masks nothing"),
+    "no head by count": (f"{CONVERT} --variant masked --option heads=0", 2, "masked: heads=0 masks nothing"),
     "no head": (f"{CONVERT} --variant masked --option heads=0", 2, "masked: heads=0 masks nothing: give a count of at"),
     "a square beyond the grid": (f"{CONVERT} --variant masked --option size=99", 3, "size=99 reaches beyond its grid"),
     "half a place": (f"{CONVERT} --variant masked --option size=3.5", 2, "masked: size='3.5' is not a whole number"),
