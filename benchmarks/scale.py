@@ -5,7 +5,8 @@ and what it wrote to temporary files.
 
 Random weights and pictures, each model in a process of its own. A forward pass is that of all pictures in eager torch,
 by the same threads in batches of 16, measured on two of them in the same process. Times are those of the processors
-together, so that what else the machine does falls on neither.
+together, so that what else the machine does falls on neither; with a GPU, which calibration uses where there is one,
+forward passes run there, too, and times are those on the clock.
 """
 
 import argparse
@@ -37,6 +38,7 @@ MODELS = {  # name: timm's name, the pictures' side
     "deit-tiny-1024": ("deit_tiny_patch16_224", 1024),
 }
 BATCH, PASSES = 16, 2
+GPU = torch.cuda.is_available()
 
 
 def built(name: str) -> tuple[torch.nn.Module, int]:
@@ -49,15 +51,26 @@ def built(name: str) -> tuple[torch.nn.Module, int]:
     return timm.create_model(own, **sized).eval(), side
 
 
+def seconds() -> float:
+    """Processor seconds of this process; with a GPU, seconds on the clock when all its work is done."""
+    if not GPU:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 @torch.no_grad()
 def forward_seconds(model: torch.nn.Module, side: int) -> float:
-    """Processor seconds of a forward pass, for one picture."""
-    pictures = torch.randn(BATCH if side <= 224 else 1, 3, side, side)
-    model(pictures)
-    started = time.process_time()
+    """Seconds of a forward pass, for one picture."""
+    device = "cuda" if GPU else "cpu"
+    pictures = torch.randn(BATCH if side <= 224 else 1, 3, side, side, device=device)
+    model.to(device)(pictures)
+    started = seconds()
     for _ in range(PASSES):
         model(pictures)
-    return (time.process_time() - started) / PASSES / len(pictures)
+    found = (seconds() - started) / PASSES / len(pictures)
+    model.to("cpu")
+    return found
 
 
 def measured(name: str, pictures: int, variant: str, memory: str | None, threads: int) -> dict[str, Any]:
@@ -66,15 +79,16 @@ def measured(name: str, pictures: int, variant: str, memory: str | None, threads
     one = forward_seconds(model, side)
     images = torch.randint(0, 256, (pictures, 3, side, side), dtype=torch.uint8)
     example = (torch.randn(1, 3, side, side),)
-    started = time.process_time()
+    started = seconds()
     done = ar.convert(
         model, example, variant=variant, calibration=images, samples=pictures, memory=memory, threads=threads,
         mean=0.5, std=0.25,
     )  # fmt: skip
-    whole = time.process_time() - started
+    whole = seconds() - started
     stages = done.report["calibration"]["stages"]
-    rows = [(stage["name"], stage["cpu_seconds"], stage["peak_memory"], stage["spilled"]) for stage in stages]
-    rest = whole - sum(seconds for _, seconds, *_ in rows)
+    clock = "seconds" if GPU else "cpu_seconds"
+    rows = [(stage["name"], stage[clock], stage["peak_memory"], stage["spilled"]) for stage in stages]
+    rest = whole - sum(spent for _, spent, *_ in rows)
     rows += [("capture, checks, measuring", rest, peak_memory(), 0), ("the whole", whole, peak_memory(), 0)]
     return {
         "model": name, "pictures": pictures, "forward_seconds": one * pictures, "notes": [s["notes"] for s in stages],
@@ -84,14 +98,14 @@ def measured(name: str, pictures: int, variant: str, memory: str | None, threads
 
 def shown(found: dict[str, Any]) -> Table:
     forward, pictures = found["forward_seconds"], found["pictures"]
-    table = Table(title=f"{found['model']}, {pictures} pictures: a forward pass of all takes {forward:.1f} s")
+    table = Table(
+        title=f"{found['model']}, {pictures} pictures: a forward pass of all takes {forward:.2f} s{' on the GPU' * GPU}"
+    )
     for column in ("stage", "seconds", "forward passes", "images/s", "peak memory", "spilled"):
         table.add_column(column, justify="left" if column == "stage" else "right")
-    for name, seconds, peak, spilled in found["rows"]:
-        rate = f"{pictures / seconds:.1f}" if seconds else ""
-        table.add_row(
-            name, f"{seconds:.1f}", f"{seconds / forward:.1f}", rate, format_bytes(peak), format_bytes(spilled)
-        )
+    for name, spent, peak, spilled in found["rows"]:
+        rate = f"{pictures / spent:.1f}" if spent else ""
+        table.add_row(name, f"{spent:.1f}", f"{spent / forward:.1f}", rate, format_bytes(peak), format_bytes(spilled))
     return table
 
 
