@@ -1,7 +1,7 @@
 """What conversion proves before it hands anything out: extraction, arithmetic and export, each against a reference."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.passes.draws import Draw
 from attnrewrite.passes.site_module import SiteModule, written_value
-from attnrewrite.passes.wide import Wide, wide_copy, widened
+from attnrewrite.passes.wide import Wide, WideSideBySide, wide_copy, widened
 from attnrewrite.site import AttentionSite, Scan
 
 IDENTITY_TOLERANCE = 1e-5  # float32 rounding of re-associated sums, relative to the largest element
@@ -92,9 +92,9 @@ def identity_errors(
 @torch.no_grad()
 def site_errors(
     original: GraphModule, identity: GraphModule, scan: Scan, draws: Sequence[Draw]
-) -> tuple[dict[str, SiteError], list[Tensor]]:
+) -> tuple[dict[str, SiteError], list[list[Tensor]]]:
     """For each rewritten site, how far softmax re-emitted from the extracted weights is from the original's value; and
-    the original's answer to the last of `draws`, in float64.
+    the original's answer to each of `draws`, in float64.
 
     Each site is given the original's own inputs, so that one site's error does not hide or feed another's. All is
     computed in float64: rounding would hide a wrong bias or scale, and large scores would look like one. The first of
@@ -103,24 +103,24 @@ def site_errors(
     sites = rewritten_sites(identity)
     asked = [site for site in scan.sites if site.id in sites]
     values = {value for site in sites.values() for value in site.values} | {written_value(site) for site in asked}
-    recorder = Wide(original, values)
-    errors: dict[str, list[float | None]] = {site.id: [] for site in asked}
-    answer: list[Tensor] = []
-    for draw in draws:
-        answer = outputs(recorder.run(*draw.inputs))
-        for site in asked:
-            errors[site.id].append(_site_error(sites[site.id], recorder.kept, recorder.kept[written_value(site)]))
+    recorder = WideSideBySide(original, values)
+    answers = [outputs(answer) for answer in recorder.run(*(draw.inputs for draw in draws))]
     names = [draw.name for draw in draws]
-    return {site.id: _judged(site, errors[site.id], names) for site in asked}, answer
+    found = {}
+    for site in asked:
+        module = wide_copy(sites[site.id])
+        given = zip(*(recorder.kept[value] for value in sites[site.id].values), strict=True)
+        pairs = zip(given, recorder.kept[written_value(site)], strict=True)
+        found[site.id] = _judged(site, [_site_error(module, *pair) for pair in pairs], names)
+    return found, answers
 
 
-def _site_error(site: SiteModule, values: Mapping[str, Tensor], wanted: Tensor) -> float | None:
+def _site_error(site: nn.Module, given: Sequence[Tensor], wanted: Tensor) -> float | None:
     """None where the original has no finite value at all to compare with."""
     if not bool(wanted.isfinite().any()):
         return None
-    given = (values[value] for value in site.values)
     try:
-        return known_error(wide_copy(site)(*given), wanted)
+        return known_error(site(*given), wanted)
     except RuntimeError:  # the site does not take the sizes that it has on this draw
         return math.inf
 
