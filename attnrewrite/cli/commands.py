@@ -12,6 +12,7 @@ import typer
 from attnrewrite.cli.app import app, command
 from attnrewrite.cli.explain import explain
 from attnrewrite.cli.options import (
+    Cpu,
     ModelOptions,
     Original,
     OutputOptions,
@@ -124,24 +125,31 @@ def lower(
     layout: Annotated[
         str | None, typer.Option(metavar="engine|as-is", help="How tensors lie, for coreml-npu.", show_default=False)
     ] = None,
+    cpu: Cpu = None,
+    system: Annotated[
+        str | None,
+        typer.Option(metavar="linux|android|ios", help="What it runs under, for arm-cpu.", show_default=False),
+    ] = None,
 ) -> Outcome:
     """Lower a model for a target and check the artifact against the model.
 
-    Beside the artifact, artifact.json says what it is: inputs, outputs, the check, what became of every operator.
+    Beside the artifact, artifact.json says what it is: inputs and how pictures become them, outputs, the processor and
+    the runtime, the check, what became of every operator.
     """
     from attnrewrite import api
     from attnrewrite.targets.base import get_target
+    from attnrewrite.targets.record import as_data
 
     out = output.out
     check_free(out, force=output.force)
     check_apart(out, _paths(source, model.checkpoint))
-    chosen = get_target(target) if layout is None else get_target(target).with_layout(layout)
-    chosen.require_build()
+    options = {"layout": layout, "cpu": cpu, "system": system}
+    get_target(target).configured(**options).require_build()
     loaded = _load(source, model, run)
     if run.dry_run:
         return _would(f"lower {source} for {target} to {out}", source=source, target=target, out=str(out))
-    artifact = api.lower(loaded, target, out, force=output.force, threads=run.execution.threads, layout=layout)
-    data = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(artifact).items()}
+    artifact = api.lower(loaded, target, out, force=output.force, threads=run.execution.threads, **options)
+    data = {**as_data(artifact), "path": str(artifact.path)}
     made = f"{artifact.path}: {', '.join(artifact.files)} (checked: {artifact.check})"
     if not why:
         return Outcome({key: value for key, value in data.items() if key != "operators"}, made)

@@ -43,6 +43,8 @@ class Host(Target):
             inputs=arrays(wide.inputs),
             outputs=found,
             operators=made.operators,
+            processor=made.processor,
+            runtime=tvm_compat.runtime_packages().versions,
         )
 
     def runs(
