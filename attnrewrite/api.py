@@ -207,12 +207,18 @@ def compare(
     targets: Sequence[str] = ("host",),
     data: Data | None = None,
     threads: int | None = None,
+    cpu: str | None = None,
+    rpc: str | None = None,
+    rpc_timeout: float | None = None,
+    earlier: records.Comparison | None = None,
     progress: Progress | None = None,
     **how: Any,
 ) -> Comparison:
     """One row for each (model, target, runtime): measured, estimated, or unavailable with the reason.
 
-    The first model is what the others' agreement is taken against.
+    The first model is what the others' agreement is taken against. With `rpc`, "host:port", arm-cpu is also measured on
+    a device (a Linux board, where `python -m tvm.exec.rpc_server` runs) whose core is `cpu`, within `rpc_timeout`
+    seconds for each model. What `earlier` (`evaluation.records.load_comparison`) has measured is not measured again.
 
     Raises:
         InputError: a model, a target or the data cannot be used.
@@ -227,7 +233,10 @@ def compare(
         inputs = _one_call(loaded, module)
         compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free)
     images = None if data is None else load_images(data)
-    found = compare_models(compared, names("targets", targets), images, threads=count, progress=progress)
+    options = {"cpu": cpu, "rpc": rpc, "rpc_timeout": rpc_timeout}
+    found = compare_models(
+        compared, names("targets", targets), images, threads=count, options=options, earlier=earlier, progress=progress
+    )
     return Comparison(found.environment, found.rows)
 
 

@@ -87,9 +87,10 @@ class Estimate:
 class Run:
     """A module in one runtime of a target, ready to be timed, or the reason why it does not run here.
 
-    `call` runs it once; None where it cannot, for `reason`. `max_abs_error` is the largest difference to the module's
-    own outputs on the example inputs. `note` is what to know about how it was built; `estimate` is what stands where
-    it does not run.
+    `call` runs it once; None where it cannot be called here, for `reason`. `max_abs_error` is the largest difference to
+    the module's own outputs on the example inputs. `note` is what to know about how it was built; `estimate` is what
+    stands where it does not run. `seconds` are those of calls that a device elsewhere has timed by its own clock: then
+    there is no `call`, and nothing more to be timed.
     """
 
     runtime: str
@@ -99,6 +100,7 @@ class Run:
     reason: Refusal | None
     note: str = ""
     estimate: Estimate | None = None
+    seconds: tuple[float, ...] = ()
 
     @classmethod
     def refused(cls, runtime: str, reason: Refusal) -> "Run":
@@ -160,7 +162,7 @@ class Target:
         chosen = {name: value for name, value in given.items() if value is not None}
         for name in chosen:
             if name not in self.options():
-                raise InputError(f"target {self.name!r} has no --{name}: leave it out")
+                raise InputError(f"target {self.name!r} has no --{name.replace('_', '-')}: leave it out")
         return replace(self, **chosen) if chosen else self  # type: ignore[type-var]
 
     def require_build(self) -> None:

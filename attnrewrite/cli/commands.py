@@ -168,17 +168,30 @@ def compare(
     run: RunOptions,
     data: Annotated[str | None, typer.Option(help="Images, to compare the accuracy as well.")] = None,
     skip_bad: SkipBad = False,
+    cpu: Cpu = None,
+    rpc: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="A device to measure on, for arm-cpu: where TVM's RPC server listens."),
+    ] = None,
+    rpc_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that one model may take there.", show_default="120")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep what the output folder's report has measured, and measure the rest.")
+    ] = False,
 ) -> Outcome:
-    """Compare models on targets: latency where this machine can measure it, size, error and accuracy.
+    """Compare models on targets: latency where this machine or a device can measure it, size, error and accuracy.
 
     Writes report.json and report.html to the output folder.
     """
     from attnrewrite import api
+    from attnrewrite.evaluation.records import load_comparison
     from attnrewrite.images.dataset import load_images
     from attnrewrite.targets.base import get_target
 
     out = output.out
-    check_free(out, force=output.force)
+    check_free(out, force=output.force or resume)
+    earlier = load_comparison(out / "report.json") if resume and out.exists() else None
     check_apart(out, _paths(*_named(sources).values(), data, model.checkpoint))
     for name in target:
         get_target(name)
@@ -193,8 +206,11 @@ def compare(
     if run.dry_run:
         return _would(f"compare {', '.join(models)} on {', '.join(target)}", models=list(models), targets=target)
     with bars() as progress:
-        found = api.compare(models, targets=target, data=images, threads=run.execution.threads, progress=progress)
-    with staged(out, force=output.force) as folder:
+        found = api.compare(
+            models, targets=target, data=images, threads=run.execution.threads, cpu=cpu, rpc=rpc,
+            rpc_timeout=rpc_timeout, earlier=earlier, progress=progress,
+        )  # fmt: skip
+    with staged(out, force=output.force or resume) as folder:
         found.to_json(folder / "report.json")
         found.to_html(folder / "report.html")
     return Outcome(found.to_dict(), found.to_table(), note=f"written: {out / 'report.html'}")

@@ -1,6 +1,7 @@
 """64-bit ARM processors, under Linux, Android or iOS: TVM cross-compiled."""
 
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from attnrewrite.errors import Refusal, unknown_name
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
+from attnrewrite.targets.devices import over_rpc
 from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
 from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.runners.programs import Unavailable
@@ -18,7 +20,7 @@ from attnrewrite.targets.tvm.importer import import_program
 from attnrewrite.targets.tvm.schedules.profile import arm_cores, system_of, systems
 
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
-NOT_MEASURED = Refusal("needs-device", "measured on an ARM device only (there, target host measures it)")
+NOT_MEASURED = Refusal("needs-device", "measured on an ARM device only (--rpc HOST:PORT; there, target host)")
 LINUX = "linux"
 EMULATION_S = 120  # seconds that the emulated run may take
 
@@ -27,11 +29,14 @@ EMULATION_S = 120  # seconds that the emulated run may take
 class ArmCpu(Target):
     """A shared library for a core under Linux; elsewhere, or where no cross-linker is, the objects to link one from.
 
-    `cpu` is one of the ARM cores of profiles.toml, `system` one of its systems (None: the core's usual one).
+    `cpu` is one of the ARM cores of profiles.toml, `system` one of its systems (None: the core's usual one). `rpc` is
+    the address of a device to measure on, "host:port", which may take `rpc_timeout` seconds for a model.
     """
 
     cpu: str = "cortex-a76"
     system: str | None = None
+    rpc: str | None = None
+    rpc_timeout: float = over_rpc.TIMEOUT_S
 
     name = "arm-cpu"
     summary = "64-bit ARM under Linux or Android: TVM (LLVM), cross-compiled"
@@ -41,9 +46,10 @@ class ArmCpu(Target):
             raise unknown_name("ARM processor", self.cpu, arm_cores())
         if self.system is not None and self.system not in systems():
             raise unknown_name("system", self.system, systems())
+        over_rpc.device(self.rpc, self.rpc_timeout)
 
     def availability(self) -> Availability:
-        return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED)
+        return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED if self.rpc is None else None)
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
@@ -79,7 +85,15 @@ class ArmCpu(Target):
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
-        return (Run.refused("tvm", NOT_MEASURED),)
+        device = over_rpc.device(self.rpc, self.rpc_timeout)
+        if device is None:
+            return (Run.refused("tvm", NOT_MEASURED),)
+        wide = in_float32(module, example_inputs)
+        with tempfile.TemporaryDirectory() as folder:
+            made = tvm_compat.build_for_cpu(import_program(specialise(wide.module, wide.inputs)), self.cpu, self.system)
+            library, notes = _export(made.executable, Path(folder), self.system or system_of(self.cpu))
+            notes = (f"schedule: {made.schedule}", *notes, *wide.notes)
+            return (over_rpc.run(name, wide, library, device, threads, notes),)
 
 
 def _export(executable: Any, out: Path, system: str) -> tuple[Path, tuple[str, ...]]:
