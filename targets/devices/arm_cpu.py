@@ -1,7 +1,6 @@
 """64-bit ARM processors, under Linux, Android or iOS: TVM cross-compiled."""
 
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,11 +88,13 @@ class ArmCpu(Target):
         if device is None:
             return (Run.refused("tvm", NOT_MEASURED),)
         wide = in_float32(module, example_inputs)
-        with tempfile.TemporaryDirectory() as folder:
+
+        def build(folder: Path) -> tuple[Path, tuple[str, ...]]:
             made = tvm_compat.build_for_cpu(import_program(specialise(wide.module, wide.inputs)), self.cpu, self.system)
-            library, notes = _export(made.executable, Path(folder), self.system or system_of(self.cpu))
-            notes = (f"schedule: {made.schedule}", *notes, *wide.notes)
-            return (over_rpc.run(name, wide, library, device, threads, notes),)
+            library, notes = _export(made.executable, folder, self.system or system_of(self.cpu))
+            return library, (f"schedule: {made.schedule}", *notes, *wide.notes)
+
+        return (over_rpc.run(name, wide, build, device, threads),)
 
 
 def _export(executable: Any, out: Path, system: str) -> tuple[Path, tuple[str, ...]]:

@@ -100,9 +100,12 @@ def _tvm(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Called:
 
 def _elsewhere(name: str, wide: Prepared, device: Device, threads: int) -> Run:
     """The module on a device with a processor like ours."""
-    with tempfile.TemporaryDirectory() as folder:
-        library, made = _link(wide.module, wide.inputs, Path(folder))
-        return over_rpc.run(name, wide, library, device, threads, (f"schedule: {made.schedule}", *wide.notes))
+
+    def build(folder: Path) -> tuple[Path, tuple[str, ...]]:
+        library, made = _link(wide.module, wide.inputs, folder)
+        return library, (f"schedule: {made.schedule}", *wide.notes)
+
+    return over_rpc.run(name, wide, build, device, threads)
 
 
 def _link(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> tuple[Path, tvm_compat.Scheduled]:

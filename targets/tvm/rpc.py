@@ -58,9 +58,8 @@ def measure(device: Device, library: Path, inputs: Sequence[np.ndarray], threads
     """Upload `library` (a .so, or a .tar that the device links), run it on `inputs` and time it on `threads` threads.
 
     Raises:
-        programs.Unavailable: the device cannot be reached, does not answer in time, or drops or fails the work.
+        programs.Unavailable: the device does not answer in time, or drops or fails the work.
     """
-    _reach(device)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = {**asdict(device), "library": str(library.resolve()), "threads": threads}
@@ -81,7 +80,7 @@ def measure(device: Device, library: Path, inputs: Sequence[np.ndarray], threads
             return Measured(tuple(outputs[each] for each in outputs.files), tuple(found["seconds"]))
 
 
-def _reach(device: Device) -> None:
+def reach(device: Device) -> None:
     """Raise Unavailable where nothing accepts a connection: at once, and in the system's words."""
     try:
         socket.create_connection((device.host, device.port), min(REACH_S, device.timeout_s)).close()

@@ -1,4 +1,4 @@
-"""Measuring on a device over TVM's RPC: a server on loopback, devices that are not there, hang or drop, and going on."""
+"""Measuring on a device over TVM's RPC: a server on loopback, devices that are away, hang or drop, and going on."""
 
 import json
 import os
@@ -42,6 +42,7 @@ def serving(port: int) -> Iterator[None]:
     command = [sys.executable, "-m", "tvm.exec.rpc_server", "--host", LOOPBACK]
     ports = ["--port", str(port), "--port-end", str(port + 1)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet["env"] = os.environ | {"TVM_USE_RUNTIME_LIB": "1"}
     # It starts processes of its own, which are to end with it.
     with subprocess.Popen([*command, *ports, "--silent"], **quiet, start_new_session=True) as process:
         try:
@@ -81,7 +82,9 @@ def test_a_device_that_was_away_is_measured_later_and_then_no_more(
     assert there["status"] == "measured"
     assert 0 < there["latency_ms"]["p50"] <= there["latency_ms"]["p90"]
     assert 0 <= there["max_abs_error"] < 1e-5
-    assert re.match(r"timed by the device's own clock over 30 calls; schedule: attnrewrite CPU schedules", there["note"])
+    assert re.match(
+        r"timed by the device's own clock over 30 calls; schedule: attnrewrite CPU schedules", there["note"]
+    )
     assert again["latency_ms"] == eager["latency_ms"]
     assert "measured in an earlier run, 20" in again["note"]
     last = compared(capsys, models_file, *asked, "--resume")
