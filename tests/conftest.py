@@ -89,6 +89,7 @@ def pytest_collection_finish() -> None:
     """What imports made lives to the end: the garbage collector need not look through it in every test."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(7_000)  # tenfold: a trace makes and drops objects by the hundred thousand
 
 
 @pytest.fixture(scope="session")
