@@ -2,7 +2,7 @@
 
 import platform
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,10 +38,9 @@ class CoreMLNpu(Target):
         on_mac = platform.system() == "Darwin"
         return Availability(build=None, measure=None if on_mac else NOT_MEASURED)
 
-    def with_layout(self, layout: str) -> Target:
-        if layout not in LAYOUTS:
-            raise unknown_name("layout", layout, LAYOUTS)
-        return replace(self, layout=layout)
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise unknown_name("layout", self.layout, LAYOUTS)
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
