@@ -12,10 +12,11 @@ import pytest
 import torch._dynamo.config
 from torch._export import utils
 from torch._subclasses.fake_impls import op_implementations_dict
-from torch.export import exported_program
+from torch.export import _trace, exported_program
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 _torchs_own_override = exported_program._override_composite_implicit_decomp
+_torchs_own_export = _trace._export
 _made: dict[tuple[Any, object], tuple[dict, Callable]] = {}
 
 
@@ -47,6 +48,13 @@ def _key(operator: Any, function: Callable) -> tuple[Any, object]:
     return operator, "torch's own" if own else function
 
 
+def _export(module: Any, args: Any, kwargs: Any = None, dynamic_shapes: Any = None, **options: Any) -> Any:
+    """With open sizes every operation is computed twice: the second time for a cache that is hardly ever hit."""
+    cached = torch._dynamo.config.fake_tensor_cache_enabled and not dynamic_shapes
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=cached):
+        return _torchs_own_export(module, args, kwargs, dynamic_shapes, **options)
+
+
 def _set_kernels(operator: Any, kernels: dict) -> None:
     operator.py_kernels.clear()
     operator.py_kernels.update(kernels)
@@ -58,5 +66,4 @@ def apply(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops))
     # It parses its whole ONNX operator library at every export.
     patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
-    # Every shape that is met for the first time is computed twice, for a cache that only deep models make up for.
-    patch.setattr(torch._dynamo.config, "fake_tensor_cache_enabled", False)
+    patch.setattr(_trace, "_export", _export)
