@@ -4,7 +4,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,12 @@ from attnrewrite.targets.coreml.pipeline import pipeline
 NAME = "model.mlpackage"
 
 
-def convert(program: ExportedProgram, folder: Path, precision: str, layout: str = "engine") -> Path:
+def convert(
+    program: ExportedProgram, folder: Path, precision: str, layout: str = "engine", wide: Collection[str] = ()
+) -> Path:
     """The program as a package in `folder`, computing in `precision` (FLOAT16 or FLOAT32), laid out as `pipeline` says.
+
+    The operators named `wide` compute in float32 all the same.
 
     An operator that coremltools cannot translate is written out in others, where torch knows how.
 
@@ -33,7 +37,7 @@ def convert(program: ExportedProgram, folder: Path, precision: str, layout: str 
         edited = pipeline(layout)
         try:
             with quiet():
-                _converted(program, precision, edited).save(str(package))
+                _converted(program, precision, edited, frozenset(wide)).save(str(package))
             return package
         except Exception as error:
             node = spelling.culprit(error, program)
@@ -46,14 +50,15 @@ def convert(program: ExportedProgram, folder: Path, precision: str, layout: str 
             program = simpler
 
 
-def _converted(program: ExportedProgram, precision: str, edited: Any) -> Any:
+def _converted(program: ExportedProgram, precision: str, edited: Any, wide: Collection[str]) -> Any:
     import coremltools as ct
 
+    halves = ct.transform.FP16ComputePrecision(op_selector=lambda operation: operation.name not in wide)
     return ct.convert(
         program,
         convert_to="mlprogram",
         minimum_deployment_target=ct.target.iOS17,
-        compute_precision=ct.precision[precision],
+        compute_precision=halves if precision == "FLOAT16" else ct.precision[precision],
         compute_units=ct.ComputeUnit.CPU_AND_NE,
         pass_pipeline=edited,
         skip_model_load=True,

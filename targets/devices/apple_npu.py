@@ -59,7 +59,7 @@ class CoreMLNpu(Target):
             made.float16,
             check=how,
             schedule=f"Core ML's own, layout {self.layout}: {made.engine.sentence()}",
-            notes=(*notes, *wide.notes),
+            notes=(*notes, *wide.notes, *made.notes()),
             inputs=arrays(inputs),
             outputs=expected,
         )
