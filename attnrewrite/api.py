@@ -160,17 +160,20 @@ def lower(
     force: bool = False,
     threads: int | None = None,
     layout: str | None = None,
+    minimum_target: str | None = None,
     **how: Any,
 ) -> Artifact:
     """Compile a model for a target into the new folder `out`, checked against the model on the same input.
 
     `layout` is how its tensors lie, for a target that has several: coreml-npu has "engine" (its default) and "as-is".
+    `minimum_target` is the oldest system that the artifact is for: coreml-npu knows "iOS17" (its default) and "iOS18".
 
     Raises:
         InputError: unknown target or layout, or one that cannot build here; the folder exists.
         CheckFailedError: the artifact does not agree with the model; nothing is left behind.
     """
     chosen = get_target(target) if layout is None else get_target(target).with_layout(layout)
+    chosen = chosen if minimum_target is None else chosen.with_minimum(minimum_target)
     count = 1 if threads is None else thread_count(threads)
     loaded = _sound(_load(source, example_inputs, **how))
     module = runnable(loaded)

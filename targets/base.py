@@ -145,6 +145,10 @@ class Target:
         """This target with its tensors laid out as `layout` says. InputError where it has but one layout."""
         raise InputError(f"target {self.name!r} has one layout: leave --layout {layout} out")
 
+    def with_minimum(self, minimum: str) -> "Target":
+        """This target for the system `minimum` and later ones. InputError where it knows no systems."""
+        raise InputError(f"target {self.name!r} is for no system of its own: leave --minimum-target {minimum} out")
+
     def require_build(self) -> None:
         """Do nothing where this machine can build for the target.
 

@@ -124,6 +124,10 @@ def lower(
     layout: Annotated[
         str | None, typer.Option(metavar="engine|as-is", help="How tensors lie, for coreml-npu.", show_default=False)
     ] = None,
+    minimum_target: Annotated[
+        str | None,
+        typer.Option(metavar="iOS17|iOS18", help="The oldest system, for coreml-npu.", show_default=False),
+    ] = None,
 ) -> Outcome:
     """Lower a model for a target and check the artifact against the model.
 
@@ -136,11 +140,15 @@ def lower(
     check_free(out, force=output.force)
     check_apart(out, _paths(source, model.checkpoint))
     chosen = get_target(target) if layout is None else get_target(target).with_layout(layout)
+    chosen = chosen if minimum_target is None else chosen.with_minimum(minimum_target)
     chosen.require_build()
     loaded = _load(source, model, run)
     if run.dry_run:
         return _would(f"lower {source} for {target} to {out}", source=source, target=target, out=str(out))
-    artifact = api.lower(loaded, target, out, force=output.force, threads=run.execution.threads, layout=layout)
+    artifact = api.lower(
+        loaded, target, out, force=output.force, threads=run.execution.threads,
+        layout=layout, minimum_target=minimum_target,
+    )  # fmt: skip
     data = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(artifact).items()}
     made = f"{artifact.path}: {', '.join(artifact.files)} (checked: {artifact.check})"
     if not why:

@@ -52,9 +52,9 @@ def lower(
     inputs: tuple[Tensor, ...],
     expected: Sequence[np.ndarray],
     out: Path,
-    layout: str = "engine",
+    wanted: package.Wanted = package.DEFAULT,
 ) -> Confirmed:
-    """`program`, exported for the shapes of `inputs`, as a package in the folder `out`; `layout` as in `pipeline`.
+    """`program`, exported for the shapes of `inputs`, as a package in the folder `out`, made as `wanted`.
 
     Raises:
         InputError: coremltools cannot convert the program, or the interpreter lacks an operator; both are named.
@@ -64,9 +64,9 @@ def lower(
     agree = partial(_check, inputs=inputs, expected=expected, exact=lambda: arrays(_exact(program, inputs)))
     with tempfile.TemporaryDirectory() as folder:
         # The same conversion without float16, whose rounding would hide a small mistake of the converter.
-        whole = _loaded(package.convert(prepared, Path(folder), "FLOAT32", layout))
+        whole = _loaded(package.convert(prepared, Path(folder), "FLOAT32", wanted))
     float32 = agree(f"{subject} as float32", whole, relative=check.FLOAT32)
-    path = package.convert(prepared, out, "FLOAT16", layout)
+    path = package.convert(prepared, out, "FLOAT16", wanted)
     stored = _loaded(path)
     try:
         return Confirmed(path, float32, agree(subject, stored, relative=check.FLOAT16), lint(stored))
@@ -74,7 +74,7 @@ def lower(
         wide = interpreter.beyond_half(whole, _feed(whole, inputs))
         if not wide:
             raise
-    path = package.convert(prepared, out, "FLOAT16", layout, wide)
+    path = package.convert(prepared, out, "FLOAT16", wanted, wide)
     stored = _loaded(path)
     return Confirmed(path, float32, agree(subject, stored, relative=check.FLOAT16), lint(stored), wide)
 

@@ -8,14 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnrewrite.errors import CheckFailedError
+from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.targets.agreement import Agreement
+from attnrewrite.targets.base import get_target
 from attnrewrite.targets.coreml import interpreter
+from attnrewrite.targets.coreml.engine_rules import EngineReport
 from attnrewrite.targets.coreml.lowering import Confirmed, lower
+from attnrewrite.targets.coreml.package import DEFAULT, Wanted
 from attnrewrite.targets.prepare import reference, specialise
 
-pytest.importorskip("coremltools", reason="coremltools is not installed")
+ct = pytest.importorskip("coremltools", reason="coremltools is not installed")
 
-X = torch.rand(1, 4, 6, 6, generator=torch.Generator().manual_seed(0)) + 0.5
+X = torch.rand(1, 2, 6, 6, generator=torch.Generator().manual_seed(0)) + 0.5
 
 
 class Called(nn.Module):
@@ -27,9 +31,9 @@ class Called(nn.Module):
         return self.function(x)
 
 
-def lowered(function: Callable[[Tensor], object], out: Path) -> Confirmed:
+def lowered(function: Callable[[Tensor], object], out: Path, wanted: Wanted = DEFAULT) -> Confirmed:
     module = Called(function)
-    return lower("it", specialise(module, (X,)), (X,), reference(module, (X,)), out)
+    return lower("it", specialise(module, (X,)), (X,), reference(module, (X,)), out, wanted)
 
 
 @pytest.mark.parametrize(
@@ -50,29 +54,40 @@ def test_what_float16_cannot_hold_stays_in_float32_and_is_named(
     assert [note.split(",")[0] for note in made.notes()] == ["2 operators stay in float32"]
 
 
-def test_a_sensitive_module_is_allowed_what_rounding_does_to_it(tmp_path: Path) -> None:
-    made = lowered(lambda x: (x + 100) - 100.0, tmp_path)
-    assert made.float16.sensitivity > 1
-    assert "rounding costs this model" in made.notes()[0]
+def test_a_module_that_rounding_moves_further_is_told() -> None:
+    made = Confirmed(Path("it"), Agreement(0.0, 1.0), Agreement(0.1, 1.0, sensitivity=3.0), EngineReport(()))
+    assert made.notes() == ("rounding costs this model 3.0 times what it costs others",)
 
 
 SMALL: dict[str, Callable[[Tensor], object]] = {
-    "windows of a map": lambda x: x.unfold(2, 4, 2).unfold(3, 4, 2).reshape(1, 4, -1, 16) * 2,
-    "windows summed": lambda x: F.fold(F.unfold(x, 3, padding=1), (6, 6), 3, padding=1),
+    "windows of a map": lambda x: x.unfold(2, 4, 2).unfold(3, 4, 2).reshape(1, 2, -1, 16) * 2,
     "a smaller map": lambda x: F.interpolate(x, (4, 5), mode="bilinear") + F.interpolate(x, (4, 5)),
     "a constant output": lambda x: (x * 2, torch.ones(3)),
     "cosines": lambda x: F.cosine_similarity(x[:, :, None], x[:, None], dim=-1),
     "what torch writes in primitives": lambda x: torch.diag_embed(x) + 1,
-    "no number": lambda x: torch.log_softmax(x, 1).argmax(1),
 }
 
 
-def test_small_modules_become_packages(tmp_path: Path) -> None:
+def test_small_modules_become_packages_that_say_what_they_are(tmp_path: Path) -> None:
     def every(x: Tensor) -> tuple[object, ...]:
         return tuple(function(x) for function in SMALL.values())
 
-    made = lowered(every, tmp_path)
+    made = lowered(every, tmp_path, Wanted(minimum="iOS18", about="five modules"))
     assert made.notes() == ()
+    specification = ct.models.MLModel(str(made.path), skip_model_load=True).get_spec()
+    assert specification.specificationVersion == ct.target.iOS18
+    said = specification.description.metadata
+    assert said.shortDescription == "five modules"
+    assert {"attnrewrite.version", "attnrewrite.layout"} < set(said.userDefined)
+
+
+@pytest.mark.parametrize(
+    ("target", "minimum", "told"),
+    [("coreml-npu", "ios18", "did you mean 'iOS18'"), ("host", "iOS18", "leave --minimum-target iOS18 out")],
+)
+def test_a_system_that_a_target_is_not_for_is_refused(target: str, minimum: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        get_target(target).with_minimum(minimum)
 
 
 def test_a_package_that_float32_does_not_save_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
