@@ -30,7 +30,7 @@ from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import MOST_IMAGES, Budget, Calibration, Execution, Progress, names, thread_count
 from attnrewrite.selection.problem import requested
 from attnrewrite.site import AttentionSite, Scan
-from attnrewrite.targets.base import Artifact, get_target
+from attnrewrite.targets.base import Artifact, get_target, recorded
 from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, variants
 
@@ -160,27 +160,29 @@ def lower(
     force: bool = False,
     threads: int | None = None,
     layout: str | None = None,
+    cpu: str | None = None,
+    system: str | None = None,
     minimum_target: str | None = None,
     **how: Any,
 ) -> Artifact:
     """Compile a model for a target into the new folder `out`, checked against the model on the same input.
 
-    `layout` is how its tensors lie, for a target that has several: coreml-npu has "engine" (its default) and "as-is".
-    `minimum_target` is the oldest system that the artifact is for: coreml-npu knows "iOS17" (its default) and "iOS18".
+    `layout`, `minimum_target`, `cpu` and `system` are for targets that have them. coreml-npu lays tensors out for the
+    "engine" (its default) or "as-is", for "iOS17" (its default) or "iOS18" and later; arm-cpu is built for a core of profiles.toml ("cortex-a76") under "linux", "android" or "ios".
 
     Raises:
-        InputError: unknown target or layout, or one that cannot build here; the folder exists.
+        InputError: unknown target or option, or a target that cannot build here; the folder exists.
         CheckFailedError: the artifact does not agree with the model; nothing is left behind.
     """
-    chosen = get_target(target) if layout is None else get_target(target).with_layout(layout)
-    chosen = chosen if minimum_target is None else chosen.with_minimum(minimum_target)
+    chosen = get_target(target).configured(layout=layout, cpu=cpu, system=system, minimum_target=minimum_target)
     count = 1 if threads is None else thread_count(threads)
     loaded = _sound(_load(source, example_inputs, **how))
     module = runnable(loaded)
     inputs = _one_call(loaded, module)
     with staged(as_path(out), force=force) as folder:
         try:
-            artifact = chosen.lower(loaded.name, module, inputs, folder, threads=count)
+            made = chosen.lower(loaded.name, module, inputs, folder, threads=count)
+            artifact = recorded(replace(made, preprocessing=loaded.preprocessing), folder)
         except Exception as error:
             raise told(f"target {target!r}", error) from error
     return replace(artifact, path=Path(out))
@@ -206,12 +208,18 @@ def compare(
     targets: Sequence[str] = ("host",),
     data: Data | None = None,
     threads: int | None = None,
+    cpu: str | None = None,
+    rpc: str | None = None,
+    rpc_timeout: float | None = None,
+    earlier: records.Comparison | None = None,
     progress: Progress | None = None,
     **how: Any,
 ) -> Comparison:
     """One row for each (model, target, runtime): measured, estimated, or unavailable with the reason.
 
-    The first model is what the others' agreement is taken against.
+    The first model is what the others' agreement is taken against. With `rpc`, "host:port", arm-cpu is also measured on
+    a device (a Linux board, where `python -m tvm.exec.rpc_server` runs) whose core is `cpu`, within `rpc_timeout`
+    seconds for each model. What `earlier` (`evaluation.records.load_comparison`) has measured is not measured again.
 
     Raises:
         InputError: a model, a target or the data cannot be used.
@@ -226,7 +234,10 @@ def compare(
         inputs = _one_call(loaded, module)
         compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free)
     images = None if data is None else load_images(data)
-    found = compare_models(compared, names("targets", targets), images, threads=count, progress=progress)
+    options = {"cpu": cpu, "rpc": rpc, "rpc_timeout": rpc_timeout}
+    found = compare_models(
+        compared, names("targets", targets), images, threads=count, options=options, earlier=earlier, progress=progress
+    )
     return Comparison(found.environment, found.rows)
 
 

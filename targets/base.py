@@ -3,19 +3,20 @@
 A target is one class. Other packages register theirs with the entry-point group `attnrewrite.targets`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError, Refusal
+from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.plugins import Registry, Rules
 from attnrewrite.targets.agreement import Agreement
-from attnrewrite.targets.record import Decision, Port, ports, write_record
+from attnrewrite.targets.record import FILE, Decision, Port, ports, write_record
 
 GROUP = "attnrewrite.targets"
 BUILT_IN = {
@@ -41,7 +42,9 @@ class Artifact:
     `files` are relative to the folder `path`, and `size_bytes` is what all files below it take. `max_abs_error` is the
     largest difference to the module's own outputs on the example inputs, in the outputs' unit, and `tolerance` the most
     that was allowed; `check` says in words what was run to find out. `schedule` names what scheduled the operators;
-    `operators` says what became of each value of the graph, where the schedules are ours.
+    `operators` says what became of each value of the graph, where the schedules are ours. `preprocessing` makes an
+    input of a picture, where the model takes pictures. `processor` is what the code is for, in its compiler's words,
+    and `runtime` what loads it: packages by version.
     """
 
     model: str
@@ -57,6 +60,9 @@ class Artifact:
     inputs: tuple[Port, ...] = ()
     outputs: tuple[Port, ...] = ()
     operators: tuple[Decision, ...] = ()
+    preprocessing: Preprocessing | None = None
+    processor: Mapping[str, Any] = field(default_factory=dict)
+    runtime: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,10 @@ class Estimate:
 class Run:
     """A module in one runtime of a target, ready to be timed, or the reason why it does not run here.
 
-    `call` runs it once; None where it cannot, for `reason`. `max_abs_error` is the largest difference to the module's
-    own outputs on the example inputs. `note` is what to know about how it was built; `estimate` is what stands where
-    it does not run.
+    `call` runs it once; None where it cannot be called here, for `reason`. `max_abs_error` is the largest difference to
+    the module's own outputs on the example inputs. `note` is what to know about how it was built; `estimate` is what
+    stands where it does not run. `seconds` are those of calls that a device elsewhere has timed by its own clock: then
+    there is no `call`, and nothing more to be timed.
     """
 
     runtime: str
@@ -93,6 +100,7 @@ class Run:
     reason: Refusal | None
     note: str = ""
     estimate: Estimate | None = None
+    seconds: tuple[float, ...] = ()
 
     @classmethod
     def refused(cls, runtime: str, reason: Refusal) -> "Run":
@@ -101,7 +109,7 @@ class Run:
 
 
 class Target:
-    """A family of devices. Subclasses set `name` and `summary`; instances hold no state."""
+    """A family of devices. Subclasses set `name` and `summary`; one with options is a frozen dataclass of them."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
@@ -141,13 +149,21 @@ class Target:
         """
         return None
 
-    def with_layout(self, layout: str) -> "Target":
-        """This target with its tensors laid out as `layout` says. InputError where it has but one layout."""
-        raise InputError(f"target {self.name!r} has one layout: leave --layout {layout} out")
+    def options(self) -> tuple[str, ...]:
+        """The names of the options that this target has."""
+        return tuple(each.name for each in fields(self)) if is_dataclass(self) else ()
 
-    def with_minimum(self, minimum: str) -> "Target":
-        """This target for the system `minimum` and later ones. InputError where it knows no systems."""
-        raise InputError(f"target {self.name!r} is for no system of its own: leave --minimum-target {minimum} out")
+    def configured(self, **given: Any) -> Self:
+        """This target with options of its own; those given as None stay as they are.
+
+        Raises:
+            InputError: it has no such option, or the option no such value.
+        """
+        chosen = {name: value for name, value in given.items() if value is not None}
+        for name in chosen:
+            if name not in self.options():
+                raise InputError(f"target {self.name!r} has no --{name.replace('_', '-')}: leave it out")
+        return replace(self, **chosen) if chosen else self  # type: ignore[type-var]
 
     def require_build(self) -> None:
         """Do nothing where this machine can build for the target.
@@ -171,14 +187,16 @@ class Target:
         inputs: Sequence[np.ndarray] = (),
         outputs: Sequence[np.ndarray] = (),
         operators: tuple[Decision, ...] = (),
+        processor: Mapping[str, Any] | None = None,
+        runtime: Mapping[str, str] | None = None,
     ) -> Artifact:
         """The record of what lies in `out` once it has been checked on `inputs`; it is written there, too."""
         made = Artifact(
             model=name,
             target=self.name,
             path=out,
-            files=_files(out),
-            size_bytes=size_bytes(out),
+            files=(),
+            size_bytes=0,
             max_abs_error=agreement.max_abs_error,
             tolerance=agreement.tolerance,
             check=check,
@@ -187,9 +205,17 @@ class Target:
             inputs=ports(inputs),
             outputs=ports(outputs),
             operators=operators,
+            processor=processor or {},
+            runtime=runtime or {},
         )
-        write_record(made, out)
-        return replace(made, files=_files(out), size_bytes=size_bytes(out))
+        return recorded(made, out)
+
+
+def recorded(artifact: Artifact, folder: Path) -> Artifact:
+    """The artifact with what lies in `folder`, artifact.json among it, which is written anew and lists the rest."""
+    (folder / FILE).unlink(missing_ok=True)
+    write_record(replace(artifact, files=_files(folder), size_bytes=size_bytes(folder)), folder)
+    return replace(artifact, files=_files(folder), size_bytes=size_bytes(folder))
 
 
 def _files(folder: Path) -> tuple[str, ...]:

@@ -40,9 +40,16 @@ def ports(arrays: Sequence[np.ndarray]) -> tuple[Port, ...]:
     return tuple(Port(tuple(array.shape), str(array.dtype)) for array in arrays)
 
 
-def write_record(artifact: Any, folder: Path) -> Path:
-    """Write everything that an artifact's record says, but for where it lies, to `folder`/artifact.json."""
+def as_data(artifact: Any) -> dict[str, Any]:
+    """Everything that an artifact's record says, but for where it lies, as JSON holds it; types by their names."""
     data = {key: value for key, value in asdict(artifact).items() if key != "path"}
+    if data["preprocessing"] is not None:
+        data["preprocessing"]["dtype"] = str(data["preprocessing"]["dtype"]).removeprefix("torch.")
+    return data
+
+
+def write_record(artifact: Any, folder: Path) -> Path:
+    """Write an artifact's record to `folder`/artifact.json."""
     path = folder / FILE
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(as_data(artifact), indent=2) + "\n", encoding="utf-8")
     return path

@@ -37,7 +37,7 @@ def command(example: str) -> Callable[[Callable[..., Outcome]], Callable[..., Ou
                 save_config(context, values["save_config"])
             with ExitStack() as held:
                 if "out" in values and not values["dry_run"] and first_process():
-                    held.enter_context(reserved(values["out"], force=values["force"]))
+                    held.enter_context(reserved(values["out"], force=values["force"] or values.get("resume", False)))
                 with results_alone():
                     outcome = flat(**values)
             if first_process():

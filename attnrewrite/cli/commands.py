@@ -12,6 +12,7 @@ import typer
 from attnrewrite.cli.app import app, command
 from attnrewrite.cli.explain import explain
 from attnrewrite.cli.options import (
+    Cpu,
     ModelOptions,
     Original,
     OutputOptions,
@@ -128,28 +129,31 @@ def lower(
         str | None,
         typer.Option(metavar="iOS17|iOS18", help="The oldest system, for coreml-npu.", show_default=False),
     ] = None,
+    cpu: Cpu = None,
+    system: Annotated[
+        str | None,
+        typer.Option(metavar="linux|android|ios", help="What it runs under, for arm-cpu.", show_default=False),
+    ] = None,
 ) -> Outcome:
     """Lower a model for a target and check the artifact against the model.
 
-    Beside the artifact, artifact.json says what it is: inputs, outputs, the check, what became of every operator.
+    Beside the artifact, artifact.json says what it is: inputs and how pictures become them, outputs, the processor and
+    the runtime, the check, what became of every operator.
     """
     from attnrewrite import api
     from attnrewrite.targets.base import get_target
+    from attnrewrite.targets.record import as_data
 
     out = output.out
     check_free(out, force=output.force)
     check_apart(out, _paths(source, model.checkpoint))
-    chosen = get_target(target) if layout is None else get_target(target).with_layout(layout)
-    chosen = chosen if minimum_target is None else chosen.with_minimum(minimum_target)
-    chosen.require_build()
+    options = {"layout": layout, "cpu": cpu, "system": system, "minimum_target": minimum_target}
+    get_target(target).configured(**options).require_build()
     loaded = _load(source, model, run)
     if run.dry_run:
         return _would(f"lower {source} for {target} to {out}", source=source, target=target, out=str(out))
-    artifact = api.lower(
-        loaded, target, out, force=output.force, threads=run.execution.threads,
-        layout=layout, minimum_target=minimum_target,
-    )  # fmt: skip
-    data = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(artifact).items()}
+    artifact = api.lower(loaded, target, out, force=output.force, threads=run.execution.threads, **options)
+    data = {**as_data(artifact), "path": str(artifact.path)}
     made = f"{artifact.path}: {', '.join(artifact.files)} (checked: {artifact.check})"
     if not why:
         return Outcome({key: value for key, value in data.items() if key != "operators"}, made)
@@ -168,17 +172,30 @@ def compare(
     run: RunOptions,
     data: Annotated[str | None, typer.Option(help="Images, to compare the accuracy as well.")] = None,
     skip_bad: SkipBad = False,
+    cpu: Cpu = None,
+    rpc: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="A device to measure on, for arm-cpu: where TVM's RPC server listens."),
+    ] = None,
+    rpc_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that one model may take there.", show_default="120")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep what the output folder's report has measured, and measure the rest.")
+    ] = False,
 ) -> Outcome:
-    """Compare models on targets: latency where this machine can measure it, size, error and accuracy.
+    """Compare models on targets: latency where this machine or a device can measure it, size, error and accuracy.
 
     Writes report.json and report.html to the output folder.
     """
     from attnrewrite import api
+    from attnrewrite.evaluation.records import load_comparison
     from attnrewrite.images.dataset import load_images
     from attnrewrite.targets.base import get_target
 
     out = output.out
-    check_free(out, force=output.force)
+    check_free(out, force=output.force or resume)
+    earlier = load_comparison(out / "report.json") if resume and out.exists() else None
     check_apart(out, _paths(*_named(sources).values(), data, model.checkpoint))
     for name in target:
         get_target(name)
@@ -193,8 +210,11 @@ def compare(
     if run.dry_run:
         return _would(f"compare {', '.join(models)} on {', '.join(target)}", models=list(models), targets=target)
     with bars() as progress:
-        found = api.compare(models, targets=target, data=images, threads=run.execution.threads, progress=progress)
-    with staged(out, force=output.force) as folder:
+        found = api.compare(
+            models, targets=target, data=images, threads=run.execution.threads, cpu=cpu, rpc=rpc,
+            rpc_timeout=rpc_timeout, earlier=earlier, progress=progress,
+        )  # fmt: skip
+    with staged(out, force=output.force or resume) as folder:
         found.to_json(folder / "report.json")
         found.to_html(folder / "report.html")
     return Outcome(found.to_dict(), found.to_table(), note=f"written: {out / 'report.html'}")

@@ -32,6 +32,10 @@ Original = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Cpu = Annotated[
+    str | None,
+    typer.Option(metavar="CORE", help="The core to build for, for arm-cpu.", show_default="cortex-a76"),
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out damaged image files, and name them.")]
 
 

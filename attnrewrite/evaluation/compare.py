@@ -17,8 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrewrite.errors import InputError, Refusal, told
 from attnrewrite.evaluation.accuracy import evaluate_modules
-from attnrewrite.evaluation.latency import Latency, environment, measure
+from attnrewrite.evaluation.latency import Latency, environment, measure, quantiles
 from attnrewrite.evaluation.records import Comparison, Evaluation, Quantiles, Row
+from attnrewrite.evaluation.resume import Key, described, fingerprint, key_of, measured_before
 from attnrewrite.images.dataset import Images
 from attnrewrite.images.preprocessing import Preprocessing, image_size
 from attnrewrite.request import Progress
@@ -49,35 +50,76 @@ def compare_models(
     threads: int = 1,
     repeats: int = 30,
     budget_s: float | None = 120.0,
+    options: Mapping[str, Any] | None = None,
+    earlier: Comparison | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare `models` on `targets`; the first is what the others are held against.
 
     `images` gives top-1 (where they are labelled) and agreement with the first model; `budget_s` ends the timing early
-    where calls are slow. A model that a target cannot take is a row that says so, not an error.
+    where calls are slow. `options` are for those of the targets that have them. A model that a target cannot take is a
+    row that says so, not an error. What `earlier` has measured, of the same models on the same machine, stands: only
+    the rest is built and timed.
 
     Raises:
-        InputError: no model, an unknown target, or models that cannot be given the same images.
+        InputError: no model, an unknown target, an option that none of the targets has, or models that cannot be given
+            the same images.
     """
     if not models:
         raise InputError("there is nothing to compare: give a model, or several")
-    chosen = [get_target(name) for name in dict.fromkeys(targets)]
+    chosen = _configured([get_target(name) for name in dict.fromkeys(targets)], options or {})
+    where = environment(threads)
+    where |= {"targets": described(chosen), "models": {name: _hash(model) for name, model in models.items()}}
+    before = measured_before(earlier, where)
+    order: list[Key] = []
     qualities = {} if images is None else evaluated(models, images, progress)
     pairs = [(name, target) for name in models for target in chosen]
     runs: list[tuple[str, Target, Run]] = []
     for done, (name, target) in enumerate(pairs, 1):
-        runs += [(name, target, run) for run in prepared(models[name], target, threads)]
+        own = _standing(earlier, before, name, target)
+        if not own:
+            made = prepared(models[name], target, threads)
+            own = [(name, target.name, run.runtime) for run in made]
+            runs += [(name, target, run) for key, run in zip(own, made, strict=True) if key not in before]
+        order += own
         if progress is not None:
             progress("build", done, len(pairs))
     latencies = timed([run for _, _, run in runs], repeats, budget_s, progress)
     costs = {name: cost(model) for name, model in models.items()}
-    rows = tuple(
+    rows = [
         _row(
             models[name], target, run, latency, qualities.get(name), costs[name], _estimate_in_words(run, target, runs)
         )
         for (name, target, run), latency in zip(runs, latencies, strict=True)
-    )
-    return Comparison(environment(threads), rows)
+    ]
+    rows += [_judged(before[key], qualities.get(key[0])) for key in order if key in before]
+    return Comparison(where, tuple(sorted(rows, key=lambda row: order.index(key_of(row)))))
+
+
+def _hash(model: CompareModel) -> str:
+    return fingerprint(model.module, model.example_inputs, model.sites)
+
+
+def _configured(targets: Sequence[Target], options: Mapping[str, Any]) -> list[Target]:
+    """The targets, each with those of the options that it has."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given:
+        if not any(name in target.options() for target in targets):
+            known = ", ".join(target.name for target in targets)
+            raise InputError(f"--{name.replace('_', '-')} is for none of the targets {known}: leave it out")
+    return [target.configured(**{k: v for k, v in given.items() if k in target.options()}) for target in targets]
+
+
+def _standing(earlier: Comparison | None, before: Mapping[Key, Row], name: str, target: Target) -> list[Key]:
+    """What an earlier comparison told of a model on a target, where all of that was measured; else nothing."""
+    keys = [key_of(row) for row in (earlier.rows if earlier else ())]
+    own = [key for key in keys if key[:2] == (name, target.name)]
+    return own if all(key in before for key in own) else []
+
+
+def _judged(row: Row, quality: Evaluation | None) -> Row:
+    """A row of an earlier run with what its model is worth on the images of this one."""
+    return row if quality is None else replace(row, top1=quality.top1, agreement=quality.agreement)
 
 
 def evaluated(
@@ -128,11 +170,13 @@ def _built(model: CompareModel, target: Target, threads: int) -> tuple[Artifact,
 def timed(
     runs: Sequence[Run], repeats: int, budget_s: float | None, progress: Progress | None = None
 ) -> list[Latency | None]:
-    """The latency of every run that has a call, all in one interleaved measurement; None for the others."""
+    """The latency of every run that has a call, all in one interleaved measurement, and of those that a device has
+    timed; None for the others.
+    """
     calls = {str(index): run.call for index, run in enumerate(runs) if run.call is not None}
     rounds = None if progress is None else lambda done, total: progress("measure", done, total)
     latencies = measure(calls, repeats=repeats, budget_s=budget_s, progress=rounds) if calls else {}
-    return [latencies.get(str(index)) for index in range(len(runs))]
+    return [quantiles(run.seconds) if run.seconds else latencies.get(str(index)) for index, run in enumerate(runs)]
 
 
 @torch.no_grad()

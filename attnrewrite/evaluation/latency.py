@@ -6,7 +6,7 @@ import os
 import platform
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -60,7 +60,7 @@ def measure(
                 times[name].append(_turn(calls[name]))
             if progress is not None:
                 progress(done + 1, repeats)
-    return {name: _quantiles(samples) for name, samples in times.items()}
+    return {name: quantiles(samples) for name, samples in times.items()}
 
 
 def environment(threads: int) -> dict[str, object]:
@@ -85,7 +85,8 @@ def _turn(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _quantiles(seconds: list[float]) -> Latency:
+def quantiles(seconds: Sequence[float]) -> Latency:
+    """The latency that timed calls show."""
     p50, p90 = np.quantile(seconds, (0.5, 0.9)) * 1e3
     return Latency(float(p50), float(p90), len(seconds))
 

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from attnrewrite.files import as_path, write_file
+from attnrewrite.errors import InputError
+from attnrewrite.files import as_path, read_json, write_file
 
 Status = Literal["measured", "estimated", "unavailable"]
 
@@ -99,6 +100,20 @@ class Comparison:
         if path is not None:
             write_file(as_path(path), text + "\n", force=True)
         return text
+
+
+def load_comparison(path: Path) -> Comparison:
+    """The comparison that `to_json` wrote to `path`. Raises InputError where there is none."""
+    found = read_json(path)
+    try:
+        return Comparison(dict(found["environment"]), tuple(map(_row, found["rows"])))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path} is no report of a comparison: give another --out, or leave --resume out") from error
+
+
+def _row(data: dict[str, Any]) -> Row:
+    time = data["latency_ms"]
+    return Row(**{**data, "latency_ms": time and Quantiles(**time), "sites": tuple(data["sites"])})
 
 
 def _plain(value: Any) -> Any:

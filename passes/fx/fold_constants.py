@@ -43,6 +43,8 @@ class FoldConstants(Pass[ExportedProgram]):
                 node.replace_all_uses_with(module.graph.get_attr(name))
             folded.append(Edit(node.name, name))
         cleaned = CleanUp().apply(module)
+        if not folded and not cleaned.edits:
+            return PassResult(graph)
         assert graph.example_inputs is not None
         return PassResult(torch.export.export(module, *graph.example_inputs), (*folded, *cleaned.edits))
 

@@ -2,18 +2,17 @@
 
 import platform
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import AttnRewriteError, Refusal, unknown_name
+from attnrewrite.errors import AttnRewriteError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Estimate, Run, Target, size_bytes
 from attnrewrite.targets.coreml import interpreter, latency, lowering, package
-from attnrewrite.targets.coreml.pipeline import LAYOUTS
 from attnrewrite.targets.prepare import arrays, canonical, in_float32, reference, specialise
 
 NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone only")
@@ -23,12 +22,12 @@ NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone o
 class CoreMLNpu(Target):
     """A float16 `.mlpackage`, checked operator by operator with every result rounded as the program declares it.
 
-    `layout` is "engine", for the Neural Engine, or "as-is", the exporter's own; `minimum` is the oldest system that
-    it is for.
+    `layout` is "engine", for the Neural Engine, or "as-is", the exporter's own; `minimum_target` is the oldest system
+    that it is for.
     """
 
     layout: str = "engine"
-    minimum: str = "iOS17"
+    minimum_target: str = "iOS17"
 
     name = "coreml-npu"
     summary = "Apple's Neural Engine: Core ML ML Program (iOS 17, macOS 14), float16"
@@ -40,15 +39,8 @@ class CoreMLNpu(Target):
         on_mac = platform.system() == "Darwin"
         return Availability(build=None, measure=None if on_mac else NOT_MEASURED)
 
-    def with_layout(self, layout: str) -> Target:
-        if layout not in LAYOUTS:
-            raise unknown_name("layout", layout, LAYOUTS)
-        return replace(self, layout=layout)
-
-    def with_minimum(self, minimum: str) -> Target:
-        if minimum not in package.MINIMUMS:
-            raise unknown_name("minimum target", minimum, package.MINIMUMS)
-        return replace(self, minimum=minimum)
+    def __post_init__(self) -> None:
+        self._wanted("")
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
@@ -72,7 +64,7 @@ class CoreMLNpu(Target):
         )
 
     def _wanted(self, name: str) -> package.Wanted:
-        return package.Wanted(self.layout, self.minimum, about=f"{name}, lowered by attnrewrite")
+        return package.Wanted(self.layout, self.minimum_target, about=f"{name}, lowered by attnrewrite")
 
     def estimate(self, artifact: Artifact) -> Estimate | None:
         with package.quiet():

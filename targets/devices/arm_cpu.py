@@ -1,34 +1,54 @@
-"""ARM processors under Linux: TVM cross-compiled to aarch64."""
+"""64-bit ARM processors, under Linux, Android or iOS: TVM cross-compiled."""
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from attnrewrite.errors import Refusal
+from attnrewrite.errors import Refusal, unknown_name
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
+from attnrewrite.targets.devices import over_rpc
 from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
 from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
+from attnrewrite.targets.tvm.schedules.profile import arm_cores, system_of, systems
 
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
-NOT_MEASURED = Refusal("needs-device", "measured on an ARM device only (there, target host measures it)")
-CORE = "cortex-a76"
+NOT_MEASURED = Refusal("needs-device", "measured on an ARM device only (--rpc HOST:PORT; there, target host)")
+LINUX = "linux"
 EMULATION_S = 120  # seconds that the emulated run may take
 
 
+@dataclass(frozen=True)
 class ArmCpu(Target):
-    """64-bit ARM Linux, by default as a Cortex-A76 sees it: a shared library, or the objects to link one from."""
+    """A shared library for a core under Linux; elsewhere, or where no cross-linker is, the objects to link one from.
+
+    `cpu` is one of the ARM cores of profiles.toml, `system` one of its systems (None: the core's usual one). `rpc` is
+    the address of a device to measure on, "host:port", which may take `rpc_timeout` seconds for a model.
+    """
+
+    cpu: str = "cortex-a76"
+    system: str | None = None
+    rpc: str | None = None
+    rpc_timeout: float = over_rpc.TIMEOUT_S
 
     name = "arm-cpu"
-    summary = "64-bit ARM Linux: TVM (LLVM), cross-compiled"
+    summary = "64-bit ARM under Linux or Android: TVM (LLVM), cross-compiled"
+
+    def __post_init__(self) -> None:
+        if self.cpu not in arm_cores():
+            raise unknown_name("ARM processor", self.cpu, arm_cores())
+        if self.system is not None and self.system not in systems():
+            raise unknown_name("system", self.system, systems())
+        over_rpc.device(self.rpc, self.rpc_timeout)
 
     def availability(self) -> Availability:
-        return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED)
+        return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED if self.rpc is None else None)
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
@@ -36,13 +56,13 @@ class ArmCpu(Target):
         self.require_build()
         wide = in_float32(module, example_inputs)
         program = import_program(specialise(wide.module, wide.inputs))
-        made = tvm_compat.build_for_cpu(program, CORE)
-        library, notes = _export(made.executable, out)
+        made, system = tvm_compat.build_for_cpu(program, self.cpu, self.system), self.system or system_of(self.cpu)
+        packages = tvm_compat.runtime_packages()
+        library, notes = _export(made.executable, out, system)
         try:
-            found, how = (
-                qemu.execute(library, arrays(wide.inputs), tvm_compat.runtime_packages(), EMULATION_S),
-                "ran under qemu-aarch64",
-            )
+            if system != LINUX:
+                raise Unavailable(f"it is for {system}, which is not emulated here")
+            found, how = qemu.execute(library, arrays(wide.inputs), packages, EMULATION_S), "ran under qemu-aarch64"
         except Unavailable as reason:
             host = tvm_compat.build_for_cpu(program, "host")
             found, how = tvm_compat.bind(host.executable, wide.inputs, threads)(), f"{ON_HOST}: {reason}"
@@ -57,17 +77,32 @@ class ArmCpu(Target):
             inputs=arrays(wide.inputs),
             outputs=found,
             operators=made.operators,
+            processor=made.processor,
+            runtime=packages.versions,
         )
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
-        return (Run.refused("tvm", NOT_MEASURED),)
+        device = over_rpc.device(self.rpc, self.rpc_timeout)
+        if device is None:
+            return (Run.refused("tvm", NOT_MEASURED),)
+        wide = in_float32(module, example_inputs)
+
+        def build(folder: Path) -> tuple[Path, tuple[str, ...]]:
+            made = tvm_compat.build_for_cpu(import_program(specialise(wide.module, wide.inputs)), self.cpu, self.system)
+            library, notes = _export(made.executable, folder, self.system or system_of(self.cpu))
+            return library, (f"schedule: {made.schedule}", *notes, *wide.notes)
+
+        return (over_rpc.run(name, wide, build, device, threads),)
 
 
-def _export(executable: Any, out: Path) -> tuple[Path, tuple[str, ...]]:
-    """Write the library, or its objects where no cross-linker is there, and say so."""
-    if shutil.which(qemu.CROSS_COMPILER):
+def _export(executable: Any, out: Path, system: str) -> tuple[Path, tuple[str, ...]]:
+    """Write the library, or its objects where nothing here links them, and say so."""
+    if system != LINUX:
+        note = f"object files: link them to a library with the compiler for {system}"
+    elif shutil.which(qemu.CROSS_COMPILER):
         return tvm_compat.export_library(executable, out / "model.so", qemu.CROSS_COMPILER), ()
-    note = f"object files instead of a library: {qemu.CROSS_COMPILER} is not installed to link them"
+    else:
+        note = f"object files instead of a library: {qemu.CROSS_COMPILER} is not installed to link them"
     return tvm_compat.export_objects(executable, out / "model.tar"), (note,)

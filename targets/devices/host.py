@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,17 +11,28 @@ from torch import Tensor, nn
 from attnrewrite.errors import AttnRewriteError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
-from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
+from attnrewrite.targets.devices import over_rpc
+from attnrewrite.targets.prepare import Prepared, arrays, in_float32, reference, specialise
 from attnrewrite.targets.runners import onnx_runtime
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
+from attnrewrite.targets.tvm.rpc import Device
 
 
+@dataclass(frozen=True)
 class Host(Target):
-    """This machine's processor."""
+    """This machine's processor; and that of another machine of its kind, at the address `rpc`, "host:port", which may
+    take `rpc_timeout` seconds for a model.
+    """
+
+    rpc: str | None = None
+    rpc_timeout: float = over_rpc.TIMEOUT_S
 
     name = "host"
     summary = "this machine's processor: TVM (LLVM), beside torch eager and onnxruntime"
+
+    def __post_init__(self) -> None:
+        over_rpc.device(self.rpc, self.rpc_timeout)
 
     def availability(self) -> Availability:
         return Availability(build=tvm_compat.why_missing() or tvm_compat.why_no_linker(), measure=None)
@@ -43,6 +55,8 @@ class Host(Target):
             inputs=arrays(wide.inputs),
             outputs=found,
             operators=made.operators,
+            processor=made.processor,
+            runtime=tvm_compat.runtime_packages().versions,
         )
 
     def runs(
@@ -59,13 +73,14 @@ class Host(Target):
                 runs.append(Run(runtime, call, agreement.max_abs_error, size_bytes, None, note))
             except AttnRewriteError as error:
                 runs.append(Run.refused(runtime, Refusal("failed", str(error))))
-        return tuple(runs)
+        device = over_rpc.device(self.rpc, self.rpc_timeout)
+        return tuple(runs) if device is None else (*runs, _elsewhere(name, wide, device, threads))
 
 
-Prepared = tuple[Callable[[], object], int]
+Called = tuple[Callable[[], object], int]
 
 
-def _eager(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Prepared:
+def _eager(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Called:
     def call() -> object:
         # The number of threads belongs to the process: set on each call, as nothing else keeps it.
         torch.set_num_threads(threads)
@@ -76,11 +91,21 @@ def _eager(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Prepa
     return call, sum(sizes.values())
 
 
-def _tvm(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Prepared:
+def _tvm(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Called:
     Host().require_build()
     with tempfile.TemporaryDirectory() as folder:
         library, _ = _link(module, inputs, Path(folder))
         return tvm_compat.bind(library, inputs, threads), library.stat().st_size
+
+
+def _elsewhere(name: str, wide: Prepared, device: Device, threads: int) -> Run:
+    """The module on a device with a processor like ours."""
+
+    def build(folder: Path) -> tuple[Path, tuple[str, ...]]:
+        library, made = _link(wide.module, wide.inputs, folder)
+        return library, (f"schedule: {made.schedule}", *wide.notes)
+
+    return over_rpc.run(name, wide, build, device, threads)
 
 
 def _link(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> tuple[Path, tvm_compat.Scheduled]:
@@ -90,7 +115,7 @@ def _link(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> tuple[
 
 
 # Each runtime's way to prepare a call, and what to know about the result.
-_RUNTIMES: dict[str, tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Prepared], tuple[str, ...]]] = {
+_RUNTIMES: dict[str, tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Called], tuple[str, ...]]] = {
     "torch eager": (_eager, ()),
     "onnxruntime": (onnx_runtime.prepare, ()),
     "tvm": (_tvm, (f"schedule: {tvm_compat.CPU_SCHEDULE}",)),

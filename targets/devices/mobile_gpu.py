@@ -55,6 +55,8 @@ class Gpu(Target):
             notes=("object files: link them with the Android NDK", *wide.notes),
             inputs=arrays(wide.inputs),
             outputs=found,
+            processor=tvm_compat.profile(self.name),
+            runtime=tvm_compat.runtime_packages().versions,
         )
 
     def runs(

@@ -24,6 +24,7 @@ from attnrewrite.targets.runners.programs import Failed, Unavailable, run
 
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 PLATFORM = "manylinux_2_28_aarch64"
+RUNNER = "runner"
 LIBRARIES = ("tvm/lib/libtvm_runtime.so", "tvm_ffi/lib/libtvm_ffi.so")
 DOWNLOAD_S = 180  # seconds
 COMPILE_S = 120  # seconds
@@ -48,13 +49,13 @@ def execute(
     """
     if any(array.dtype != np.float32 for array in inputs):
         raise Unavailable("the emulated runner takes float32 inputs only")
-    runtime = _runtime(packages)
+    libraries = runtime(packages)
     with tempfile.TemporaryDirectory() as folder:
         arguments = []
         for index, array in enumerate(inputs):
             array.tofile(f"{folder}/input.{index}")
             arguments.append(f"{'x'.join(map(str, array.shape))}={folder}/input.{index}")
-        command = [*_emulate(runtime), str(library.resolve()), f"{folder}/output", *arguments]
+        command = [*emulated(libraries / RUNNER), str(library.resolve()), f"{folder}/output", *arguments]
         try:
             printed = run(command, timeout_s)
         except Failed as error:
@@ -64,18 +65,26 @@ def execute(
     return tuple(output.reshape(shape) for output, shape in zip(outputs, shapes, strict=True))
 
 
-def _emulate(runtime: Path) -> list[str]:
-    """The command that runs the runner of `runtime`."""
+def emulated(program: Path) -> list[str]:
+    """The command that runs an aarch64 program whose libraries lie beside it.
+
+    Raises:
+        Unavailable: there is no emulator or no cross-compiler, whose libraries of C and C++ it runs with.
+    """
     emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if emulator is None:
         raise Unavailable("qemu-aarch64 is not installed (Debian: qemu-user)")
     libc = run([CROSS_COMPILER, "-print-file-name=libc.so.6"], COMPILE_S).strip()
     sysroot = str(Path(libc).resolve().parent.parent)
-    return [emulator, "-L", sysroot, "-E", f"LD_LIBRARY_PATH={runtime}", f"{runtime}/runner"]
+    return [emulator, "-L", sysroot, "-E", f"LD_LIBRARY_PATH={program.parent}", str(program)]
 
 
-def _runtime(packages: Packages) -> Path:
-    """The cached folder with TVM's aarch64 libraries and the runner, made on first use."""
+def runtime(packages: Packages) -> Path:
+    """The cached folder with TVM's aarch64 libraries and the runner, made on first use.
+
+    Raises:
+        Unavailable: it is not there and cannot be made; the message says what is missing.
+    """
     if shutil.which(CROSS_COMPILER) is None:
         raise Unavailable(f"{CROSS_COMPILER} is not installed (Debian: g++-aarch64-linux-gnu)")
     source = files("attnrewrite.targets.runners").joinpath("aarch64_runner.cc").read_bytes()
@@ -91,7 +100,7 @@ def _runtime(packages: Packages) -> Path:
             _extract(wheel, made)
         _compile(source, made, packages.headers)
         # Without arguments it only says how it is used: a failure now is this machine's, a later one the library's.
-        run(_emulate(made), COMPILE_S)
+        run(emulated(made / RUNNER), COMPILE_S)
         try:
             made.rename(target)
         except OSError:
@@ -127,10 +136,8 @@ def _compile(source: bytes, folder: Path, headers: Sequence[str]) -> None:
     (folder / "runner.cc").write_bytes(source)
     includes = [f"-I{path}" for path in headers]
     libraries = [f"-L{folder}", "-Wl,--no-as-needed", "-ltvm_runtime", "-ltvm_ffi"]
-    run(
-        [CROSS_COMPILER, "-std=c++17", "-O1", *includes, f"{folder}/runner.cc", "-o", f"{folder}/runner", *libraries],
-        COMPILE_S,
-    )
+    command = [CROSS_COMPILER, "-std=c++17", "-O1", *includes, f"{folder}/runner.cc", *libraries]
+    run([*command, "-o", str(folder / RUNNER)], COMPILE_S)
 
 
 def _cache() -> Path:

@@ -23,7 +23,7 @@ from torch import Tensor
 from attnrewrite.errors import CheckFailedError, InputError, Refusal, first_line
 from attnrewrite.targets.prepare import arrays
 from attnrewrite.targets.record import Decision
-from attnrewrite.targets.runners.qemu import Packages
+from attnrewrite.targets.runners.qemu import LIBRARIES, Packages
 from attnrewrite.targets.tvm.schedules.profile import profile as cpu_profile
 
 CPU_SCHEDULE = "attnrewrite CPU schedules"
@@ -45,6 +45,15 @@ def runtime_packages() -> Packages:
     return Packages(versions, (libinfo.find_include_path(), libinfo.find_dlpack_include_path()))
 
 
+def runtime_libraries() -> tuple[Path, ...]:
+    """The libraries of TVM's runtime for this machine's processor, as its wheels hold them."""
+    import tvm
+    import tvm_ffi
+
+    homes = {Path(package.__file__).parent.name: Path(package.__file__).parent.parent for package in (tvm, tvm_ffi)}
+    return tuple(homes[name.split("/")[0]] / name for name in LIBRARIES)
+
+
 def profile(name: str) -> dict[str, Any]:
     """The GPU's device description `name` of profiles.toml."""
     return tomllib.loads(files("attnrewrite.targets").joinpath("profiles.toml").read_text())[name]  # type: ignore[no-any-return]
@@ -52,27 +61,30 @@ def profile(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A module compiled with our schedules, their name, and what became of each of its values."""
+    """A module compiled with our schedules, their name, what became of each of its values, and what it is for."""
 
     executable: Any
     schedule: str
     operators: tuple[Decision, ...]
+    processor: Mapping[str, Any]
 
 
-def build_for_cpu(relax_module: Any, core: str) -> Scheduled:
-    """Compile a Relax module with our schedules for a processor: a name in profiles.toml, or `host`.
+def build_for_cpu(relax_module: Any, core: str, system: str | None = None) -> Scheduled:
+    """Compile a Relax module with our schedules for a processor: a name in profiles.toml, or `host`; and for a system
+    of profiles.toml, where that is not the processor's usual one.
 
     InputError for an unknown name, with the nearest.
     """
     from attnrewrite.targets.tvm.schedules.cpu import pipeline
 
-    processor = cpu_profile(core)
+    processor = cpu_profile(core).under(system)
     try:
         scheduled = pipeline.schedule(relax_module, processor)
         executable = pipeline.build(scheduled.module, processor)
     except Exception as error:
         raise CheckFailedError(f"TVM cannot compile the module for {core}: {first_line(error)}") from error
-    return Scheduled(executable, f"{CPU_SCHEDULE} for {processor.description}", scheduled.decisions)
+    schedule = f"{CPU_SCHEDULE} for {processor.description}"
+    return Scheduled(executable, schedule, scheduled.decisions, processor.words)
 
 
 def build(relax_module: Any, device: Mapping[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnrewrite.errors import CheckFailedError, InputError, Refusal
 from attnrewrite.evaluation import compare
 from attnrewrite.evaluation.compare import CompareModel, compare_models
-from attnrewrite.evaluation.records import Quantiles
+from attnrewrite.evaluation.records import Quantiles, load_comparison
 from attnrewrite.images.dataset import Array, Images
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.passes.in_batches import InBatches
@@ -48,6 +48,15 @@ class Near(Target):
             Run("quick", lambda: module(*example_inputs), 1e-7, 100, None, "scheduled by hand"),
             Run.refused("absent", Refusal("not-installed", "it is not installed")),
         )
+
+
+class Quick(Near):
+    """The same in one runtime."""
+
+    def runs(
+        self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
+    ) -> tuple[Run, ...]:
+        return (Run("quick", lambda: module(*example_inputs), 1e-7, 100, None),)
 
 
 ELSEWHERE = Refusal("needs-device", "it is elsewhere")
@@ -227,3 +236,31 @@ def test_models_that_take_one_batch_size_are_evaluated_with_it(models: dict[str,
     )
     rows = compare_models(models | {"exchanged": pair}, ["far"], images).rows
     assert [row.top1 for row in rows] == [pytest.approx(200 / 3), pytest.approx(100 / 3)]
+
+
+def test_what_an_earlier_run_has_measured_stands_where_the_model_is_the_same(
+    models: dict[str, CompareModel], images: Images, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Near, "runs", Quick.runs)
+    compare_models(models, ["near", "far"], repeats=1).to_json(tmp_path / "report.json")
+    earlier = load_comparison(tmp_path / "report.json")
+    changed = replace(models["exchanged"], module=Brightest(-2.0).eval())
+    timed = []
+    measure = compare.measure
+    monkeypatch.setattr(compare, "measure", lambda calls, **how: timed.append(len(calls)) or measure(calls, **how))
+    again = compare_models(models, ["near", "far"], images, repeats=1, earlier=earlier)
+    other = compare_models(models | {"exchanged": changed}, ["near", "far"], repeats=1, earlier=earlier)
+    elsewhere = replace(earlier, environment=earlier.environment | {"processor": "another"})
+    anew = compare_models(models, ["near", "far"], repeats=1, earlier=elsewhere)
+    assert timed == [1, 2]  # nothing, the changed model, both
+    keys = [(row.model, row.target, row.status) for row in earlier.rows]
+    assert all([(row.model, row.target, row.status) for row in found.rows] == keys for found in (again, other, anew))
+    assert [row.latency_ms for row in again.rows] == [row.latency_ms for row in earlier.rows]
+    assert again.rows[0].top1 == pytest.approx(200 / 3)
+    kept = [["measured in an earlier run" in row.note for row in found.rows[::2]] for found in (again, other, anew)]
+    assert kept == [[True, True], [True, False], [False, False]]
+
+
+def test_options_go_to_the_targets_that_have_them(models: dict[str, CompareModel]) -> None:
+    with pytest.raises(InputError, match="--rpc is for none of the targets near, far: leave it out"):
+        compare_models(models, ["near", "far"], options={"rpc": "board:9090", "cpu": None})

@@ -83,11 +83,11 @@ def test_small_modules_become_packages_that_say_what_they_are(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("target", "minimum", "told"),
-    [("coreml-npu", "ios18", "did you mean 'iOS18'"), ("host", "iOS18", "leave --minimum-target iOS18 out")],
+    [("coreml-npu", "ios18", "did you mean 'iOS18'"), ("host", "iOS18", "has no --minimum-target: leave it out")],
 )
 def test_a_system_that_a_target_is_not_for_is_refused(target: str, minimum: str, told: str) -> None:
     with pytest.raises(InputError, match=told):
-        get_target(target).with_minimum(minimum)
+        get_target(target).configured(minimum_target=minimum)
 
 
 def test_a_package_that_float32_does_not_save_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

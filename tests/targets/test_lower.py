@@ -202,12 +202,19 @@ def test_the_layout_for_the_engine_takes_away_transposes_and_the_exporters_is_to
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "why"),
-    [("coreml-npu", "asis", "did you mean 'as-is'"), ("host", "engine", "'host' has one layout")],
+    ("name", "options", "why"),
+    [
+        ("coreml-npu", {"layout": "asis"}, "unknown layout 'asis': did you mean 'as-is'"),
+        ("host", {"layout": "engine"}, "target 'host' has no --layout: leave it out"),
+        ("host", {"cpu": "cortex-a76"}, "target 'host' has no --cpu: leave it out"),
+        ("arm-cpu", {"cpu": "cortex-a77"}, "unknown ARM processor 'cortex-a77': did you mean 'cortex-a7"),
+        ("arm-cpu", {"cpu": "haswell"}, "unknown ARM processor 'haswell': known are apple-a14, "),
+        ("arm-cpu", {"system": "androids"}, "unknown system 'androids': did you mean 'android'"),
+    ],
 )
-def test_layouts_that_a_target_has_not(name: str, layout: str, why: str, tmp_path: Path) -> None:
+def test_options_that_a_target_has_not(name: str, options: dict[str, str], why: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=why):
-        ar.lower(nn.Identity(), name, tmp_path / "out", example_inputs=(torch.ones(1),), layout=layout)
+        ar.lower(nn.Identity(), name, tmp_path / "out", example_inputs=(torch.ones(1),), **options)
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -43,6 +43,18 @@ class Profile:
         name = f"{self.name} ({self.target['mcpu']})" if self.name == HOST else self.name
         return f"{name}, {self.lanes} float32 a vector"
 
+    def under(self, system: str | None) -> "Profile":
+        """The same core under another system: one of `systems()`; None for the one that it has."""
+        if system is None:
+            return self
+        return replace(self, target={**self.target, "mtriple": _tables()["system"][system]})
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The processor in the compiler's words, without the features that it lacks."""
+        mattr = [feature for feature in self.target.get("mattr", ()) if not feature.startswith("-")]
+        return {**self.target, "mattr": mattr}
+
     def __hash__(self) -> int:
         return hash((self.name, self.lanes, self.tiles))
 
@@ -55,6 +67,22 @@ def _tables() -> dict[str, Any]:
 def cores() -> tuple[str, ...]:
     """The names of the processors that profiles.toml describes; `host` is the one we are on."""
     return (*_tables()["cpu"], HOST)
+
+
+def arm_cores() -> tuple[str, ...]:
+    """The names of those that are 64-bit ARM."""
+    arm = set(_tables()["system"].values())
+    return tuple(name for name, core in _tables()["cpu"].items() if core["mtriple"] in arm)
+
+
+def systems() -> dict[str, str]:
+    """The systems that ARM cores are found under, by name, and LLVM's triple for code for each."""
+    return dict(_tables()["system"])
+
+
+def system_of(core: str) -> str:
+    """The system that an ARM core is usually found under."""
+    return next(name for name, triple in systems().items() if triple == _tables()["cpu"][core]["mtriple"])
 
 
 def profile(name: str) -> Profile:

@@ -1,0 +1,70 @@
+"""What an earlier comparison has measured already, for one that goes on from it."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from attnrewrite.evaluation.records import Comparison, Row
+from attnrewrite.targets.base import Target
+from attnrewrite.targets.prepare import arrays
+
+Key = tuple[str, str, str]  # model, target, runtime
+CHANGING = frozenset({"date", "models", "targets", "memory_bytes"})  # what two runs of one comparison may differ in
+BEFORE = "measured in an earlier run, "
+
+
+def key_of(row: Row) -> Key:
+    return row.model, row.target, row.runtime
+
+
+def fingerprint(module: nn.Module, inputs: Sequence[Tensor], sites: Sequence[Mapping[str, Any]]) -> str:
+    """A hash of a model's weights, of what stands at its sites and of the shapes that it is called with."""
+    stands = [[site.get("id"), site.get("variant")] for site in sites]
+    shapes = [[list(tensor.shape), str(tensor.dtype)] for tensor in inputs]
+    digest = hashlib.sha256(json.dumps([type(module).__name__, stands, shapes]).encode())
+    for name, tensor in module.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays(tensor)))
+    return digest.hexdigest()[:16]
+
+
+def described(targets: Iterable[Target]) -> dict[str, str]:
+    """What is built for targets, and where it is measured, in words: their options, by their names."""
+    return {
+        target.name: " ".join(
+            f"{name}={getattr(target, name)}"
+            for name in target.options()
+            if name != "rpc_timeout" and getattr(target, name) is not None
+        )
+        for target in targets
+    }
+
+
+def measured_before(earlier: Comparison | None, environment: Mapping[str, Any]) -> dict[Key, Row]:
+    """The rows of `earlier` that were measured, of models and targets that are still the same; none where they were
+    measured on another machine or with other versions. Their notes say when that was.
+    """
+    if earlier is None or _machine(earlier.environment) != _machine(environment):
+        return {}
+    same = {
+        what: {name for name, told in environment[what].items() if earlier.environment.get(what, {}).get(name) == told}
+        for what in ("models", "targets")
+    }
+    return {
+        key_of(row): _dated(row, str(earlier.environment.get("date")))
+        for row in earlier.rows
+        if row.status == "measured" and row.model in same["models"] and row.target in same["targets"]
+    }
+
+
+def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in environment.items() if key not in CHANGING}
+
+
+def _dated(row: Row, date: str) -> Row:
+    return row if BEFORE in row.note else replace(row, note="; ".join(filter(None, (row.note, f"{BEFORE}{date}"))))
