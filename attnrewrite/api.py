@@ -168,7 +168,8 @@ def lower(
     """Compile a model for a target into the new folder `out`, checked against the model on the same input.
 
     `layout`, `minimum_target`, `cpu` and `system` are for targets that have them. coreml-npu lays tensors out for the
-    "engine" (its default) or "as-is", for "iOS17" (its default) or "iOS18" and later; arm-cpu is built for a core of profiles.toml ("cortex-a76") under "linux", "android" or "ios".
+    "engine" (its default) or "as-is", for "iOS17" (its default) or "iOS18" and later; arm-cpu is built for a core of
+    profiles.toml ("cortex-a76") under "linux", "android" or "ios".
 
     Raises:
         InputError: unknown target or option, or a target that cannot build here; the folder exists.
