@@ -69,7 +69,9 @@ def agree(
 def _worst(
     found: Sequence[np.ndarray], expected: Sequence[np.ndarray], relative: float, sensitivities: Sequence[float]
 ) -> Agreement:
-    results = [_compare(*pair, relative, times) for *pair, times in zip(found, expected, sensitivities, strict=True)]
+    results = [
+        _compare(one, other, relative, times) for one, other, times in zip(found, expected, sensitivities, strict=True)
+    ]
     return max(results, key=lambda result: result.max_abs_error / result.tolerance)
 
 
