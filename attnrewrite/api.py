@@ -162,18 +162,20 @@ def lower(
     layout: str | None = None,
     cpu: str | None = None,
     system: str | None = None,
+    minimum_target: str | None = None,
     **how: Any,
 ) -> Artifact:
     """Compile a model for a target into the new folder `out`, checked against the model on the same input.
 
-    `layout`, `cpu` and `system` are for targets that have them. coreml-npu lays tensors out for the "engine" (its
-    default) or "as-is"; arm-cpu is built for a core of profiles.toml ("cortex-a76") under "linux", "android" or "ios".
+    `layout`, `minimum_target`, `cpu` and `system` are for targets that have them. coreml-npu lays tensors out for the
+    "engine" (its default) or "as-is", for "iOS17" (its default) or "iOS18" and later; arm-cpu is built for a core of
+    profiles.toml ("cortex-a76") under "linux", "android" or "ios".
 
     Raises:
         InputError: unknown target or option, or a target that cannot build here; the folder exists.
         CheckFailedError: the artifact does not agree with the model; nothing is left behind.
     """
-    chosen = get_target(target).configured(layout=layout, cpu=cpu, system=system)
+    chosen = get_target(target).configured(layout=layout, cpu=cpu, system=system, minimum_target=minimum_target)
     count = 1 if threads is None else thread_count(threads)
     loaded = _sound(_load(source, example_inputs, **how))
     module = runnable(loaded)

@@ -31,6 +31,7 @@ from attnrewrite.conversion.record import deployed
 from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, NothingMatchedError, Refusal, first_line
 from attnrewrite.frontends.torchvision import import_torchvision
 from attnrewrite.targets.coreml.lowering import lower
+from attnrewrite.targets.coreml.package import Wanted
 from attnrewrite.targets.coreml.pipeline import LAYOUTS
 from attnrewrite.targets.prepare import reference, specialise
 
@@ -88,7 +89,7 @@ def measure(task: Task, variant: str, folder: Path | None) -> Row:
         return row(status="not exported", reason=first_line(error))
     with tempfile.TemporaryDirectory() as out:
         try:
-            made = lower(task.model, program, inputs, reference(module, inputs), Path(out), task.layout)
+            made = lower(task.model, program, inputs, reference(module, inputs), Path(out), Wanted(task.layout))
         except CheckFailedError as error:
             return row(status="wrong", reason=str(error))
         except AttnRewriteError as error:

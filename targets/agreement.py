@@ -1,6 +1,6 @@
 """The check of every artifact: the same input through it and through the module, and how far apart they may be."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,18 +14,37 @@ FLOAT16 = 2.0**-10 * 16
 BFLOAT16 = 2.0**-7 * 16
 # What is stored in float16 keeps few digits below its smallest normal number, in whatever type it is handed over.
 STORED_FLOOR = {FLOAT16: 2.0**-14}
+ORDINARY = 2.0**-23 * 16  # what rounding alone costs in float32, of an output's largest value
+ROUNDING = 2.0**-12  # of it: what moves an output further than this in float32 is no rounding
+MOST = 2.0**-3  # of it: an output that rounding moves further is no answer
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The largest difference between an artifact's outputs and the module's, and the most that was allowed there."""
+    """The largest difference between an artifact's outputs and the module's, and the most that was allowed there.
+
+    `sensitivity`: how many times more rounding costs this module than others; 1 where that was not asked.
+    """
 
     max_abs_error: float
     tolerance: float
+    sensitivity: float = 1.0
 
 
-def agree(subject: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], relative: float) -> Agreement:
+Exact = Callable[[], Sequence[np.ndarray]]
+
+
+def agree(
+    subject: str,
+    found: Sequence[np.ndarray],
+    expected: Sequence[np.ndarray],
+    relative: float,
+    exact: Exact | None = None,
+) -> Agreement:
     """Compare outputs. `relative` times the largest value of an output is the error allowed in it.
+
+    Where that does not do, `exact` computes in float64 what `expected` is in float32: as many times as rounding moves
+    the module itself further than others (ORDINARY), the error may be larger, to `MOST` of the largest value.
 
     Raises:
         CheckFailedError: an output of `subject` is missing, has another shape, is not finite or is too far off.
@@ -35,8 +54,10 @@ def agree(subject: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarr
             f"{subject}: its outputs have the shapes {[array.shape for array in found]}, "
             f"the module's have {[array.shape for array in expected]}"
         )
-    results = [_compare(one, other, relative) for one, other in zip(found, expected, strict=True)]
-    worst = max(results, key=lambda result: result.max_abs_error / result.tolerance)
+    worst = _worst(found, expected, relative, [1.0] * len(found))
+    if exact is not None and not worst.max_abs_error <= worst.tolerance:
+        sensitivities = [_sensitivity(one, other) for one, other in zip(expected, exact(), strict=True)]
+        worst = _worst(found, expected, relative, sensitivities)
     if not worst.max_abs_error <= worst.tolerance:
         raise CheckFailedError(
             f"{subject}: its output differs from the module's by {worst.max_abs_error:.3g} on the same input, "
@@ -45,16 +66,32 @@ def agree(subject: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarr
     return worst
 
 
-def _compare(found: np.ndarray, expected: np.ndarray, relative: float) -> Agreement:
+def _worst(
+    found: Sequence[np.ndarray], expected: Sequence[np.ndarray], relative: float, sensitivities: Sequence[float]
+) -> Agreement:
+    results = [
+        _compare(one, other, relative, times) for one, other, times in zip(found, expected, sensitivities, strict=True)
+    ]
+    return max(results, key=lambda result: result.max_abs_error / result.tolerance)
+
+
+def _sensitivity(rounded: np.ndarray, exact: np.ndarray) -> float:
+    rounded, exact = rounded.astype(np.float64), exact.astype(np.float64)
+    error, scale = np.abs(rounded - exact).max(initial=0.0), np.abs(exact).max(initial=0.0)
+    return max(float(error / (scale * ORDINARY)), 1.0) if error <= scale * ROUNDING and scale else 1.0
+
+
+def _compare(found: np.ndarray, expected: np.ndarray, relative: float, sensitivity: float) -> Agreement:
     least = max(_smallest_normal(array.dtype) for array in (found, expected))
     expected = expected.astype(np.float64)
     errors = np.abs(found.astype(np.float64) - expected)
     # Processors take denormal numbers for zero, and kernels may: their digits are no result.
     error = np.where(errors < least, 0.0, errors).max(initial=0.0)
     scale = np.abs(expected).max(initial=0.0)
-    allowed = max(float(scale * relative), STORED_FLOOR.get(relative, 0.0)) if scale else relative
+    share = max(relative, min(relative * sensitivity, MOST))
+    allowed = max(float(scale * share), STORED_FLOOR.get(relative, 0.0)) if scale else relative
     # An error that is not a number must not pass for a small one.
-    return Agreement(float(error) if np.isfinite(error) else float("inf"), allowed)
+    return Agreement(float(error) if np.isfinite(error) else float("inf"), allowed, share / relative)
 
 
 def _smallest_normal(dtype: np.dtype) -> float:

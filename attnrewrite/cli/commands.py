@@ -125,6 +125,10 @@ def lower(
     layout: Annotated[
         str | None, typer.Option(metavar="engine|as-is", help="How tensors lie, for coreml-npu.", show_default=False)
     ] = None,
+    minimum_target: Annotated[
+        str | None,
+        typer.Option(metavar="iOS17|iOS18", help="The oldest system, for coreml-npu.", show_default=False),
+    ] = None,
     cpu: Cpu = None,
     system: Annotated[
         str | None,
@@ -143,7 +147,7 @@ def lower(
     out = output.out
     check_free(out, force=output.force)
     check_apart(out, _paths(source, model.checkpoint))
-    options = {"layout": layout, "cpu": cpu, "system": system}
+    options = {"layout": layout, "cpu": cpu, "system": system, "minimum_target": minimum_target}
     get_target(target).configured(**options).require_build()
     loaded = _load(source, model, run)
     if run.dry_run:

@@ -3,8 +3,9 @@
 TVM's importer drops attention's explicit scale in silence, refuses masks of bool, other ranks than 2 and 4 and grouped
 queries, makes a gather of a select, and can fill neither a mask nor an integer tensor; its schedules for GPUs add to a
 product over a single element what is added to it once more; coremltools takes every gelu for the exact one, makes
-twenty gathers of a roll, and has no alias, no where on numbers, no bicubic resize, no scatter between types and no
-one_hot of int64. Shapes are fixed by then, so that a tensor like another is a constant.
+twenty gathers of a roll, and has no alias, no where on numbers, no bicubic resize, no sliding windows, no scatter
+between types and no one_hot of int64, and misreads resizes by other than whole factors. Shapes are fixed by then, so
+that a tensor like another is a constant.
 """
 
 import math
@@ -21,6 +22,7 @@ from torch.export import ExportedProgram
 from attnrewrite.errors import Refusal
 from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.fx.history import forget_history
+from attnrewrite.passes.fx.resampling import RESIZES, by_strides, resized_unless_whole, summed_windows, windows
 from attnrewrite.passes.fx.signature import other_signature, writes_in_place
 
 aten = torch.ops.aten
@@ -153,6 +155,13 @@ def _one_hot(places: Tensor, classes: int = -1) -> Tensor:
     return (places.unsqueeze(-1) == torch.arange(classes, device=places.device)).to(torch.int64)
 
 
+def _variance_and_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    variance = torch.var(x, dim, correction=1 if correction is None else correction, keepdim=keepdim)
+    return variance, torch.mean(x, dim, keepdim=keepdim)
+
+
 def _select(x: Tensor, dim: int, index: int) -> Tensor:
     return x.narrow(dim, index % x.shape[dim], 1).squeeze(dim)
 
@@ -206,11 +215,15 @@ def _cubic_weights(x: Tensor, given: int, made: int, align_corners: bool, step: 
 
 
 # what compilers are not given
-WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
+WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: _attention,
     aten.roll.default: _roll,
     aten.one_hot.default: _one_hot,
     aten.alias.default: _alias,
+    aten.as_strided.default: by_strides,
+    aten.col2im.default: summed_windows,
+    aten.unfold.default: windows,
+    **{each: resized_unless_whole(each) for each in RESIZES},
     aten.bmm.default: _product,
     aten.conv2d.padding: _convolution,
     aten.full_like.default: _full_like,
@@ -226,6 +239,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     aten.slice_scatter.default: _slice_scatter,
     aten.upsample_bicubic2d.vec: _bicubic,
     aten.zeros_like.default: lambda x, **options: _full_like(x, 0, options.get("dtype")),
+    aten.var_mean.correction: _variance_and_mean,
     aten.where.Scalar: _where,
     aten.where.ScalarOther: _where,
     aten.where.ScalarSelf: _where,

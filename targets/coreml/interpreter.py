@@ -24,6 +24,7 @@ from attnrewrite.targets.coreml.operators import arithmetic, indexing, movement,
 from attnrewrite.targets.coreml.operators.arithmetic import DTYPES
 
 SMALLEST_NORMAL = 2.0**-14  # of float16
+LARGEST_SAFE = 2.0**15  # half of float16's largest: other images reach further than the example
 _EXACT = 80.0  # dB: what rounding a value to float16 leaves is some 75
 OPERATORS = {**arithmetic.OPERATORS, **movement.OPERATORS, **indexing.OPERATORS, **recurrent.OPERATORS}
 
@@ -105,8 +106,31 @@ def interpret(program: Any, inputs: Mapping[str, Tensor], *, rounded: bool = Tru
         if any(_overflows(result, value) for result, value in zip(results, kept.values(), strict=True)):
             overflowed.append(operation.name)
     given = {name: tensor.float() for name, tensor in inputs.items() if name in names}
-    ordered = {variable.name: (given | outputs)[variable.name] for variable in program.functions["main"].outputs}
+    ordered = {variable.name: _value(variable, given | outputs) for variable in program.functions["main"].outputs}
     return Interpretation(ordered, tuple(overflowed))
+
+
+@torch.inference_mode()
+def beyond_half(program: Any, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The operators that read or give what float16 cannot hold: too large values, or none but denormal ones.
+
+    `program` computes in float32. Raises as `interpret` does.
+    """
+    beyond = {name for name, tensor in inputs.items() if _is_beyond(tensor)}
+    named = []
+    for operation, _, kept in _steps(program, inputs, False):
+        made = {name for name, value in kept.items() if _is_beyond(value)}
+        if made or any(each.name in beyond for each in _operands(operation)):
+            named.append(operation.name)
+        beyond |= made
+    return tuple(named)
+
+
+def _is_beyond(value: Tensor) -> bool:
+    if not value.is_floating_point():
+        return False
+    largest = float(torch.where(value.isfinite(), value.abs(), 0).max()) if value.numel() else 0.0
+    return largest > LARGEST_SAFE or 0 < largest < SMALLEST_NORMAL
 
 
 @torch.inference_mode()
@@ -134,12 +158,7 @@ def _operator_error(
     exact: Mapping[str, Tensor],
     snr: dict[str, float],
 ) -> OperatorError:
-    given = [
-        each
-        for value in operation.inputs.values()
-        for each in (value if isinstance(value, (list, tuple)) else (value,))
-    ]
-    before = min((snr[each.name] for each in given if each is not None and each.name in snr), default=math.inf)
+    before = min((snr[each.name] for each in _operands(operation) if each.name in snr), default=math.inf)
     own = min(snr[name] for name in found)
     values = [value for value in found.values() if value.is_floating_point()]
     small = sum(int(((value != 0) & (value.abs() < SMALLEST_NORMAL)).sum()) for value in values)
@@ -191,6 +210,11 @@ def _steps(
             del values[name]
 
 
+def _operands(operation: Any) -> Iterator[Any]:
+    for given in operation.inputs.values():
+        yield from (each for each in (given if isinstance(given, (list, tuple)) else (given,)) if each is not None)
+
+
 def _apply(operation: Any, values: Mapping[str, Any]) -> list[Tensor]:
     kind = operation.op_type
     if kind.startswith("constexpr_"):
@@ -235,10 +259,8 @@ def _last_uses(function: Any) -> dict[str, int]:
     """The position of the last operator that reads each value; the function's outputs are kept to the end."""
     uses = {}
     for position, operation in enumerate(function.operations):
-        for given in operation.inputs.values():
-            for variable in given if isinstance(given, (list, tuple)) else (given,):
-                if variable is not None:
-                    uses[variable.name] = position
+        for variable in _operands(operation):
+            uses[variable.name] = position
     for variable in function.outputs:
         uses.pop(variable.name, None)
     return uses

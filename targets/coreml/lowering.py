@@ -3,28 +3,47 @@
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from attnrewrite.errors import CheckFailedError
+from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.coreml import interpreter, package
 from attnrewrite.targets.coreml.engine_rules import EngineReport, lint
 from attnrewrite.targets.prepare import arrays, canonical
 
+SHOWN = 5  # operators named in a note
+
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A float16 package, how far from the module it is as float32 and as it is, and what of it the engine can run."""
+    """A float16 package, how far from the module it is as float32 and as it is, and what of it the engine can run.
+
+    `wide` names the operators that compute in float32, as float16 cannot hold their values.
+    """
 
     path: Path
     float32: check.Agreement
     float16: check.Agreement
     engine: EngineReport
+    wide: tuple[str, ...] = ()
+
+    def notes(self) -> tuple[str, ...]:
+        """What to know about its precision; empty where it is all in float16 and as accurate as others are."""
+        notes = []
+        if self.wide:
+            shown = ", ".join(self.wide[:SHOWN]) + (", ..." if len(self.wide) > SHOWN else "")
+            notes.append(f"{len(self.wide)} operators stay in float32, float16 cannot hold their values: {shown}")
+        if self.float16.sensitivity > 1:
+            notes.append(f"rounding costs this model {self.float16.sensitivity:.1f} times what it costs others")
+        return tuple(notes)
 
 
 def lower(
@@ -33,22 +52,42 @@ def lower(
     inputs: tuple[Tensor, ...],
     expected: Sequence[np.ndarray],
     out: Path,
-    layout: str = "engine",
+    wanted: package.Wanted = package.DEFAULT,
 ) -> Confirmed:
-    """`program`, exported for the shapes of `inputs`, as a package in the folder `out`; `layout` as in `pipeline`.
+    """`program`, exported for the shapes of `inputs`, as a package in the folder `out`, made as `wanted`.
 
     Raises:
         InputError: coremltools cannot convert the program, or the interpreter lacks an operator; both are named.
         CheckFailedError: a package does not give `expected`, the module's outputs for `inputs`.
     """
     prepared = canonical(program)
+    agree = partial(_check, inputs=inputs, expected=expected, exact=lambda: arrays(_exact(program, inputs)))
     with tempfile.TemporaryDirectory() as folder:
         # The same conversion without float16, whose rounding would hide a small mistake of the converter.
-        wide = package.convert(prepared, Path(folder), "FLOAT32", layout)
-        exact = _check(f"{subject} as float32", _loaded(wide), inputs, expected, check.FLOAT32)
-    path = package.convert(prepared, out, "FLOAT16", layout)
+        whole = _loaded(package.convert(prepared, Path(folder), "FLOAT32", wanted))
+    float32 = agree(f"{subject} as float32", whole, relative=check.FLOAT32)
+    path = package.convert(prepared, out, "FLOAT16", wanted)
     stored = _loaded(path)
-    return Confirmed(path, exact, _check(subject, stored, inputs, expected, check.FLOAT16), lint(stored))
+    try:
+        return Confirmed(path, float32, agree(subject, stored, relative=check.FLOAT16), lint(stored))
+    except CheckFailedError:
+        wide = interpreter.beyond_half(whole, _feed(whole, inputs))
+        if not wide:
+            raise
+    path = package.convert(prepared, out, "FLOAT16", wanted, wide)
+    stored = _loaded(path)
+    return Confirmed(path, float32, agree(subject, stored, relative=check.FLOAT16), lint(stored), wide)
+
+
+def _exact(program: ExportedProgram, inputs: tuple[Tensor, ...]) -> Any:
+    """What the program gives in float64."""
+    module = program.module()
+    assert isinstance(module, GraphModule)
+    return Wide(module).run(*inputs)
+
+
+def _feed(program: Any, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(program.functions["main"].inputs, inputs, strict=True))
 
 
 def _loaded(path: Path) -> Any:
@@ -57,13 +96,17 @@ def _loaded(path: Path) -> Any:
 
 
 def _check(
-    subject: str, program: Any, inputs: tuple[Tensor, ...], expected: Sequence[np.ndarray], relative: float
+    subject: str,
+    program: Any,
+    inputs: tuple[Tensor, ...],
+    expected: Sequence[np.ndarray],
+    relative: float,
+    exact: check.Exact,
 ) -> check.Agreement:
     """The interpreted program against the module's outputs."""
-    names = program.functions["main"].inputs
-    result = interpreter.interpret(program, dict(zip(names, inputs, strict=True)))
+    result = interpreter.interpret(program, _feed(program, inputs))
     try:
-        return check.agree(subject, arrays(tuple(result.outputs.values())), expected, relative)
+        return check.agree(subject, arrays(tuple(result.outputs.values())), expected, relative, exact)
     except CheckFailedError as error:
         if not result.overflowed:
             raise

@@ -4,36 +4,63 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from torch.export import ExportedProgram
 
-from attnrewrite.errors import InputError, first_line
+from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.targets.coreml import spelling
-from attnrewrite.targets.coreml.pipeline import pipeline
+from attnrewrite.targets.coreml.pipeline import LAYOUTS, pipeline
 
 NAME = "model.mlpackage"
+MINIMUMS = ("iOS17", "iOS18")  # the oldest systems that a package may be made for
 
 
-def convert(program: ExportedProgram, folder: Path, precision: str, layout: str = "engine") -> Path:
-    """The program as a package in `folder`, computing in `precision` (FLOAT16 or FLOAT32), laid out as `pipeline` says.
+@dataclass(frozen=True)
+class Wanted:
+    """How a package is made. `layout` as in `pipeline`; `minimum` is one of MINIMUMS; `about` is its description."""
+
+    layout: str = "engine"
+    minimum: str = "iOS17"
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise unknown_name("layout", self.layout, LAYOUTS)
+        if self.minimum not in MINIMUMS:
+            raise unknown_name("minimum target", self.minimum, MINIMUMS)
+
+
+DEFAULT = Wanted()
+
+
+def convert(
+    program: ExportedProgram, folder: Path, precision: str, wanted: Wanted = DEFAULT, wide: Collection[str] = ()
+) -> Path:
+    """The program as a package in `folder`, computing in `precision` (FLOAT16 or FLOAT32), as `wanted`.
+
+    The operators named `wide` compute in float32 all the same.
 
     An operator that coremltools cannot translate is written out in others, where torch knows how.
 
     Raises:
-        InputError: coremltools cannot convert it, and the operator is named; there is no such layout.
+        InputError: coremltools cannot convert it, and the operator is named.
     """
     package = folder / NAME
     with quiet():
         program = spelling.readable(program)
     tried: set[object] = set()
     while True:
-        edited = pipeline(layout)
+        edited = pipeline(wanted.layout)
         try:
             with quiet():
-                _converted(program, precision, edited).save(str(package))
+                model = _converted(program, precision, wanted, edited, frozenset(wide))
+                _describe(model, wanted)
+                model.save(str(package))
             return package
         except Exception as error:
             node = spelling.culprit(error, program)
@@ -46,14 +73,23 @@ def convert(program: ExportedProgram, folder: Path, precision: str, layout: str 
             program = simpler
 
 
-def _converted(program: ExportedProgram, precision: str, edited: Any) -> Any:
+def _describe(model: Any, wanted: Wanted) -> None:
+    """What the package says of itself, where Xcode shows it."""
+    version = metadata.version("attnrewrite")
+    model.short_description = wanted.about
+    model.user_defined_metadata["attnrewrite.version"] = version
+    model.user_defined_metadata["attnrewrite.layout"] = wanted.layout
+
+
+def _converted(program: ExportedProgram, precision: str, wanted: Wanted, edited: Any, wide: Collection[str]) -> Any:
     import coremltools as ct
 
+    halves = ct.transform.FP16ComputePrecision(op_selector=lambda operation: operation.name not in wide)
     return ct.convert(
         program,
         convert_to="mlprogram",
-        minimum_deployment_target=ct.target.iOS17,
-        compute_precision=ct.precision[precision],
+        minimum_deployment_target=ct.target[wanted.minimum],
+        compute_precision=halves if precision == "FLOAT16" else ct.precision[precision],
         compute_units=ct.ComputeUnit.CPU_AND_NE,
         pass_pipeline=edited,
         skip_model_load=True,

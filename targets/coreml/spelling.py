@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError
-from attnrewrite.passes.fx.decompositions import Decompose
+from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose, own_decompositions
 
 MOST_ROUNDS = 4  # a decomposition may itself be of what is lacking
 
@@ -49,7 +49,10 @@ def _refuse_chance(program: ExportedProgram) -> None:
 
 def written_out(program: ExportedProgram, operators: Collection[Any]) -> ExportedProgram | None:
     """The program without those of `operators` that torch can say in others; None where that is none."""
-    table = torch._decomp.get_decompositions(list(operators))
+    ours = {each: WRITTEN_OUT[each] for each in operators if each in WRITTEN_OUT}
+    # Torch writes some out in primitives of its own, which say what they are in aten.
+    primitives = {each: each.impl_aten for each in operators if getattr(each, "namespace", "") == "prims"}
+    table = own_decompositions(operators) | primitives | ours
     return Decompose(table)(program) if table else None
 
 

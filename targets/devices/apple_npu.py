@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import AttnRewriteError, Refusal, unknown_name
+from attnrewrite.errors import AttnRewriteError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Estimate, Run, Target, size_bytes
 from attnrewrite.targets.coreml import interpreter, latency, lowering, package
-from attnrewrite.targets.coreml.pipeline import LAYOUTS
 from attnrewrite.targets.prepare import arrays, canonical, in_float32, reference, specialise
 
 NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone only")
@@ -23,10 +22,12 @@ NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone o
 class CoreMLNpu(Target):
     """A float16 `.mlpackage`, checked operator by operator with every result rounded as the program declares it.
 
-    `layout` is "engine", for the Neural Engine, or "as-is", the exporter's own.
+    `layout` is "engine", for the Neural Engine, or "as-is", the exporter's own; `minimum_target` is the oldest system
+    that it is for.
     """
 
     layout: str = "engine"
+    minimum_target: str = "iOS17"
 
     name = "coreml-npu"
     summary = "Apple's Neural Engine: Core ML ML Program (iOS 17, macOS 14), float16"
@@ -39,8 +40,7 @@ class CoreMLNpu(Target):
         return Availability(build=None, measure=None if on_mac else NOT_MEASURED)
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise unknown_name("layout", self.layout, LAYOUTS)
+        self._wanted("")
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
@@ -50,7 +50,7 @@ class CoreMLNpu(Target):
         inputs, notes = _as_core_ml_takes(wide.inputs)
         expected = reference(wide.module, wide.inputs)
         program = specialise(wide.module, inputs)
-        made = lowering.lower(f"{name} for {self.name}", program, inputs, expected, out, self.layout)
+        made = lowering.lower(f"{name} for {self.name}", program, inputs, expected, out, self._wanted(name))
         how = f"MIL program interpreted with float16 rounding; in float32 it is within {made.float32.max_abs_error:.2g}"
         return self.artifact(
             name,
@@ -58,10 +58,13 @@ class CoreMLNpu(Target):
             made.float16,
             check=how,
             schedule=f"Core ML's own, layout {self.layout}: {made.engine.sentence()}",
-            notes=(*notes, *wide.notes),
+            notes=(*notes, *wide.notes, *made.notes()),
             inputs=arrays(inputs),
             outputs=expected,
         )
+
+    def _wanted(self, name: str) -> package.Wanted:
+        return package.Wanted(self.layout, self.minimum_target, about=f"{name}, lowered by attnrewrite")
 
     def estimate(self, artifact: Artifact) -> Estimate | None:
         with package.quiet():
@@ -73,7 +76,9 @@ class CoreMLNpu(Target):
         inputs, _ = _as_core_ml_takes(wide.inputs)
         program = canonical(specialise(wide.module, inputs))
         with tempfile.TemporaryDirectory() as folder, package.quiet():
-            return latency.estimate(interpreter.load(package.convert(program, Path(folder), "FLOAT16", self.layout))).ms
+            return latency.estimate(
+                interpreter.load(package.convert(program, Path(folder), "FLOAT16", self._wanted("a part")))
+            ).ms
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
@@ -82,7 +87,7 @@ class CoreMLNpu(Target):
         if reason is not None:
             return (Run.refused("core ml", reason),)
         try:
-            return (_predictor(f"{name} in Core ML", module, example_inputs, self.layout),)
+            return (_predictor(f"{name} in Core ML", module, example_inputs, self._wanted(name)),)
         except AttnRewriteError as error:
             return (Run.refused("core ml", Refusal("failed", str(error))),)
 
@@ -98,12 +103,12 @@ def _as_core_ml_takes(inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], t
     return given, (f"takes int32 for input {names}",) if names else ()
 
 
-def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...], layout: str) -> Run:
+def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...], wanted: package.Wanted) -> Run:
     """The module run by Core ML itself."""
     wide = in_float32(module, inputs)
     taken, _ = _as_core_ml_takes(wide.inputs)
     with tempfile.TemporaryDirectory() as folder:
-        path = package.convert(canonical(specialise(wide.module, taken)), Path(folder), "FLOAT16", layout)
+        path = package.convert(canonical(specialise(wide.module, taken)), Path(folder), "FLOAT16", wanted)
         size = size_bytes(path)
         model = package.loaded(path)
     spec = model.get_spec().description

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnrewrite.passes.fx.resampling import RESIZES, by_strides, resized, spread, summed_windows
+
 aten = torch.ops.aten
 
 
@@ -65,19 +67,6 @@ def _deviation(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> T
     return _variance(x, dim, **options).sqrt()
 
 
-def _variance_and_mean(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> tuple[Tensor, Tensor]:
-    axes = tuple(dim) if dim else tuple(range(x.dim()))
-    return _variance(x, dim, **options), x.mean(axes, keepdim=options.get("keepdim", False))
-
-
-def _unfold(x: Tensor, dim: int, size: int, step: int) -> Tensor:
-    if not x.dim():
-        return NotImplemented
-    dim %= x.dim()
-    windows = _windows(x, dim, size, step, 1)
-    return windows.movedim(dim + 1, -1)
-
-
 def _windows(x: Tensor, dim: int, size: int, step: int, dilation: int) -> Tensor:
     """An axis as [windows, elements of a window]."""
     count = (x.shape[dim] - dilation * (size - 1) - 1) // step + 1
@@ -94,79 +83,6 @@ def _im2col(
     windows = _windows(rows, 4, size[1], stride[1], dilation[1])  # [batch, channels, down, high, right, wide]
     columns = windows.permute(0, 1, 3, 5, 2, 4).flatten(1, 3).flatten(2)
     return columns if x.dim() == 4 else columns[0]
-
-
-def _col2im(
-    x: Tensor,
-    output: Sequence[int],
-    size: Sequence[int],
-    dilation: Sequence[int],
-    padding: Sequence[int],
-    stride: Sequence[int],
-) -> Tensor:
-    """Windows summed where they overlap: each of their elements is an image spread over the output's grid."""
-    columns = x if x.dim() == 3 else x[None]
-    batch, high, wide = columns.shape[0], *size
-    whole = [length + 2 * pad for length, pad in zip(output, padding, strict=True)]
-    counts = [
-        (length - reach * (each - 1) - 1) // step + 1
-        for length, reach, each, step in zip(whole, dilation, size, stride, strict=True)
-    ]
-    parts = columns.reshape(batch, -1, high, wide, *counts)
-    total = torch.zeros((), dtype=x.dtype, device=x.device)
-    for row in range(high):
-        for column in range(wide):
-            begin = (row * dilation[0], column * dilation[1])
-            total = total + _spread(parts[:, :, row, column], begin, stride, whole)
-    image = total[:, :, padding[0] : padding[0] + output[0], padding[1] : padding[1] + output[1]]
-    return image if x.dim() == 3 else image[0]
-
-
-def _spread(x: Tensor, begin: Sequence[int], stride: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """An image with `stride` - 1 zeros after each of its elements, at `begin` of a larger one of zeros."""
-    batch, channels, *counts = x.shape
-    apart = F.pad(x[:, :, :, None, :, None], (0, stride[1] - 1, 0, 0, 0, stride[0] - 1))
-    lengths = [(count - 1) * step + 1 for count, step in zip(counts, stride, strict=True)]
-    image = apart.reshape(batch, channels, counts[0] * stride[0], counts[1] * stride[1])
-    image = image[:, :, : lengths[0], : lengths[1]]
-    after = [size - first - length for size, first, length in zip(whole, begin, lengths, strict=True)]
-    return F.pad(image, (begin[1], after[1], begin[0], after[0]))
-
-
-def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
-    if not x.is_contiguous():
-        return NotImplemented
-    places = torch.full((), storage_offset or 0, dtype=torch.int64, device=x.device)
-    for axis, (length, step) in enumerate(zip(size, stride, strict=True)):
-        places = places + (torch.arange(length, device=x.device) * step).reshape(-1, *[1] * (len(size) - axis - 1))
-    return x.flatten().index_select(0, places.flatten()).reshape(tuple(size))
-
-
-def _by_units(x: Tensor, resize: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """A resize of images as two products: with what each new column takes of the old ones, and each new row.
-
-    What they take is what `resize` makes of unit images of one column (axis 0) or one row (axis 1): constants.
-    """
-    if x.dim() != 4 or 1 in x.shape[2:]:
-        return NotImplemented
-    high, wide = (torch.eye(size, dtype=x.dtype, device=x.device) for size in x.shape[2:])
-    rows, columns = resize(high[None, ..., None], 0)[0, :, :, 0], resize(wide[None, :, None], 1)[0, :, 0]
-    return rows.T @ (x @ columns)
-
-
-def _kept(values: Sequence[Any] | None, axis: int, other: Any) -> list[Any] | None:
-    """A pair with `other` in the place of what is not for `axis`."""
-    return None if values is None else [value if each == axis else other for each, value in enumerate(values)]
-
-
-def _resize(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def compute(x: Tensor, size: Sequence[int] | None, *options: Any) -> Tensor:
-        *given, factors = options
-        return _by_units(
-            x, lambda units, axis: operation(units, _kept(size, axis, 1), *given, _kept(factors, axis, 1.0))
-        )
-
-    return compute
 
 
 def _adaptive_mean(x: Tensor, output_size: Sequence[int]) -> Tensor:
@@ -237,7 +153,7 @@ def _transposed(
         (old - 1) * step + 1 + 2 * first + more
         for old, step, first, more in zip((high, wide), stride, before, output_padding, strict=True)
     ]
-    return F.conv2d(_spread(x, before, stride, whole), turned, bias, 1, 0, dilation, groups)
+    return F.conv2d(spread(x, before, stride, whole), turned, bias, 1, 0, dilation, groups)
 
 
 def _solid_convolution(
@@ -286,11 +202,6 @@ def _summed_as(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return compute
 
 
-RESIZES = (
-    aten._upsample_nearest_exact2d.vec,
-    aten.upsample_bilinear2d.vec,
-    aten.upsample_nearest2d.vec,
-)
 ARITHMETIC: dict[Any, Callable[..., Tensor]] = {
     aten.add.Tensor: _in_one_type(operator.add),
     aten.add.Scalar: _in_one_type(operator.add),
@@ -304,12 +215,11 @@ ARITHMETIC: dict[Any, Callable[..., Tensor]] = {
 }
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.index.Tensor: _indexed,
-    aten.as_strided.default: _as_strided,
-    aten.col2im.default: _col2im,
+    aten.as_strided.default: by_strides,
+    aten.col2im.default: summed_windows,
     aten.im2col.default: _im2col,
     aten.std.correction: _deviation,
-    aten.unfold.default: _unfold,
-    **{each: _resize(each) for each in RESIZES},
+    **{each: resized(each) for each in RESIZES},
     aten._adaptive_avg_pool2d.default: _adaptive_mean,
     aten.adaptive_avg_pool2d.default: _adaptive_mean,
     aten.avg_pool1d.default: _line_mean,
@@ -323,7 +233,6 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.sum.default: _summed_as(aten.sum.default),
     aten.sum.dim_IntList: _summed_as(aten.sum.dim_IntList),
     aten.var.correction: _variance,
-    aten.var_mean.correction: _variance_and_mean,
     **ARITHMETIC,
 }
 # What the importer has and misreads, or reads as what no schedule of ours knows, and that is written out well.

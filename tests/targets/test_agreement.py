@@ -27,3 +27,24 @@ def test_errors_that_rounding_explains(scale: float, error: float, relative: flo
     else:
         with pytest.raises(CheckFailedError, match="it: its output differs"):
             check.agree("it", found, expected, relative)
+
+
+@pytest.mark.parametrize(
+    ("moved", "relative", "allowed"),
+    [
+        (1e-6, check.FLOAT32, check.FLOAT32),  # less than rounding moves others
+        (2e-5, check.FLOAT32, 2e-5 * 8),
+        (2e-5, check.FLOAT16, check.MOST),
+        (2e-5 / 8, check.FLOAT16, 2e-5 * 2**10),
+        (1e-3, check.FLOAT32, check.FLOAT32),  # no rounding any more
+    ],
+)
+def test_a_module_that_rounding_moves_further_may_be_missed_by_more(
+    moved: float, relative: float, allowed: float
+) -> None:
+    expected, exact = [np.array([1.0, 0.0])], [np.array([1.0, moved])]
+    found = [np.array([1.0, 0.99 * allowed])]
+    agreement = check.agree("it", found, expected, relative, lambda: exact)
+    assert agreement.tolerance == pytest.approx(allowed)
+    with pytest.raises(CheckFailedError, match="differs"):
+        check.agree("it", [np.array([1.0, 1.01 * allowed])], expected, relative, lambda: exact)

@@ -69,6 +69,22 @@ CASES: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
         (heads(2, 3, 5, 7),),
     ),
     "bicubic by factors": (lambda x: F.interpolate(x, scale_factor=(1.7, 0.6), mode="bicubic"), (heads(2, 3, 5, 7),)),
+    "variance and mean": (lambda x: torch.var_mean(x, (1, 2), keepdim=True, correction=0), (heads(2, 3, 5, 7),)),
+    "nearest": (lambda x: F.interpolate(x, (3, 10)), (heads(2, 3, 5, 7),)),
+    "windows summed": (lambda x: F.fold(x, (5, 4), 3, padding=1, stride=2), (heads(2, 18, 6),)),
+    "bilinear": (lambda x: F.interpolate(x, (3, 10), mode="bilinear"), (heads(2, 3, 5, 7),)),
+    "bilinear by factors": (
+        lambda x: F.interpolate(x, scale_factor=(1.7, 0.6), mode="bilinear"),
+        (heads(2, 3, 5, 7),),
+    ),
+    "bilinear, corners": (
+        lambda x: F.interpolate(x, (3, 10), mode="bilinear", align_corners=True),
+        (heads(2, 3, 5, 7),),
+    ),
+    "few wide windows": (lambda x: x.unfold(1, 5, 3).unfold(-2, 4, 2) * 2, (heads(2, 11, 8),)),
+    "many small windows": (lambda x: x.unfold(-1, 2, 1) * 2, (heads(2, 11),)),
+    "strides": (lambda x: (x + 1).as_strided((2, 3, 4), (3, 7, 1), 5) * 2, (heads(5, 7),)),
+    "strides of nothing": (lambda x: (x + 1).as_strided((), (), 4) * 2, (heads(5, 7),)),
     "gelu": (F.gelu, (heads(2, 30),)),
     "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), (heads(2, 30),)),
     "fill": (lambda x: x.masked_fill(x > 0, -2.0), (heads(2, 30),)),
@@ -96,10 +112,20 @@ def test_canonical_programs_say_the_same_with_fewer_operators(name: str) -> None
         aten.where.ScalarSelf,
         aten.where.Scalar,
         aten.relu_.default,
+        aten.unfold.default,
+        aten.as_strided.default,
+        aten.col2im.default,
+        aten.upsample_nearest2d.vec,
+        aten.var_mean.correction,
     }
     assert not any(node.kwargs.get("approximate") == "tanh" for node in program.graph.nodes)
     for found, expected in zip(arrays(program.module()(*inputs)), reference(module, inputs), strict=True):
         torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(expected))
+
+
+def test_strides_over_a_part_of_a_tensor_reach_beyond_it_and_are_left() -> None:
+    module = Apply(lambda x: (x + 1)[1:].as_strided((2, 3), (3, 1), 4) * 2)
+    assert aten.as_strided.default in targets_of(canonical(specialise(module, (heads(5, 7),))))
 
 
 class Biased(nn.Module):
