@@ -1,6 +1,6 @@
 """Inputs that a check draws for itself: an example may hide what a model does, as an all-ones mask or a blank picture.
 
-Three beside the example, in batches of two, three and one image where the batch is open. Every element is drawn by
+Three beside the example, the first of them in a batch of two where the batch is open. Every element is drawn by
 itself, so that no two images, queries or keys are alike. Reproducible for a seed.
 """
 
@@ -35,7 +35,7 @@ class _Kind:
 
 KINDS = (
     _Kind("the example's values in another order", 2, 0.25, "own"),
-    _Kind("sparse values of both signs", 3, 0.5, "sparse"),
+    _Kind("sparse values of both signs", 1, 0.5, "sparse"),
     _Kind("large values of one sign", 1, 0.25, "one sign"),
 )
 

@@ -4,6 +4,7 @@ is the model on inputs that it was not captured on.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import CheckFailedError, InputError, first_line
 from attnrewrite.passes.draws import Draw
-from attnrewrite.passes.verify import HALF_STEPS, known_error, outputs
+from attnrewrite.passes.verify import HALF_STEPS, MOST_TURNED, known_error, outputs, turned
 
 GRAPH_TOLERANCE = 1e-4  # the graph's operations are the model's own, but for the order of the sums in an einsum
 
@@ -79,13 +80,13 @@ def agreement(name: str, model: nn.Module, graph: GraphModule, draws: Sequence[D
     taken, refused, most = [], {}, 0.0
     for draw in draws:
         try:
-            wanted = outputs(model(*draw.inputs))
+            answer = model(*draw.inputs)
         except Exception as error:  # a model refuses an input in its own words
             refused[draw.name] = first_line(error)
             continue
         taken.append(draw)
-        difference = _difference(graph, draw, wanted)
-        allowed = max(GRAPH_TOLERANCE, *(2 * HALF_STEPS * _rounding(each) for each in wanted), 0.0)
+        difference = _difference(graph, draw, answer)
+        allowed = max(GRAPH_TOLERANCE, *(2 * HALF_STEPS * _rounding(each) for each in outputs(answer)), 0.0)
         if not difference <= allowed:
             _require_repeatable(name, graph, draw)
             raise CheckFailedError(
@@ -103,15 +104,16 @@ def agreement(name: str, model: nn.Module, graph: GraphModule, draws: Sequence[D
     return Agreement(most, tuple(taken), refused)
 
 
-def _difference(graph: GraphModule, draw: Draw, wanted: list[Tensor]) -> float:
+def _difference(graph: GraphModule, draw: Draw, answer: Any) -> float:
     try:
-        found = outputs(graph(*draw.inputs))
+        result = graph(*draw.inputs)
     except Exception as error:
         raise CheckFailedError(
             f"the graph that torch.export captured does not take {draw.name}, which the model does "
             f"({first_line(error)}): it fixed a size or a type as the example had it"
         ) from error
-    if [each.shape for each in found] != [each.shape for each in wanted]:
+    found, wanted = outputs(result), outputs(answer)
+    if [each.shape for each in found] != [each.shape for each in wanted] or turned(result, answer) > MOST_TURNED:
         return float("inf")
     return max((known_error(*pair) for pair in zip(found, wanted, strict=True)), default=0.0)
 

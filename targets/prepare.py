@@ -14,6 +14,7 @@ from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.base import Pipeline
 from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
 from attnrewrite.passes.fx.fold_constants import FoldConstants
+from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.in_float32 import InFloat32
 from attnrewrite.targets import agreement as check
 
@@ -66,7 +67,7 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
     # The fused encoder-layer operator of nn.TransformerEncoder is one that no importer knows.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        return torch.export.export(module, example_inputs)
+        return forget_history(torch.export.export(module, example_inputs))
     except GuardOnDataDependentSymNode as error:
         raise InputError(
             f"torch.export cannot capture the module: a branch or a size in it follows from values "

@@ -2,12 +2,11 @@
 
 import gc
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+import quick_torch
 import torch
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -79,10 +78,9 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_table_of_onnx_operators() -> Iterator[None]:
-    """torch parses its whole ONNX operator library anew at every export, a third of the time; here once a version."""
+def torchs_tables_made_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        quick_torch.apply(patch)
         yield
 
 
@@ -91,6 +89,7 @@ def pytest_collection_finish() -> None:
     """What imports made lives to the end: the garbage collector need not look through it in every test."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(7_000)  # tenfold: a trace makes and drops objects by the hundred thousand
 
 
 @pytest.fixture(scope="session")

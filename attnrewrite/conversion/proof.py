@@ -55,14 +55,14 @@ def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSi
     size = fixed_batch(source)
     model = _runnable(source) if size is None else InBatches(_runnable(source), size)
     agreed = agreement(source.name, model, graph, drawn(graph, source.example_inputs))
-    errors, answer = site_errors(graph, teacher, scanned.scan, agreed.draws)
+    errors, answers = site_errors(graph, teacher, scanned.scan, agreed.draws)
     faults = {site: each.fault for site, each in errors.items() if each.fault is not None}
     if faults and (not keep_bad or len(faults) == len(sites)):
         site, fault = next(iter(faults.items()))
         raise CheckFailedError(fault, site=site)
     if faults:
         teacher = with_softmax(scanned, [site for site in sites if site.id not in faults])
-    rewriting = rewriting_error(teacher, agreed.draws[-1], answer)
+    rewriting = rewriting_error(teacher, agreed.draws[-1], answers[-1])
     report = {
         "seconds": round(time.perf_counter() - started, 3),
         "draws": [draw.name for draw in agreed.draws],

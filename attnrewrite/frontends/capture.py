@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph, product_decompositions
+from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.signature import is_open
 
 UNWRITABLE = frozenset("\"'\\\n\r")  # torch.fx writes a module's name between quotation marks
@@ -51,14 +52,14 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
     doubled = _doubled(inputs)
     with torch.no_grad(), without_torch_logs():
         try:
-            program = torch.export.export(module, doubled, dynamic_shapes=open_batch(doubled))
+            program = forget_history(torch.export.export(module, doubled, dynamic_shapes=open_batch(doubled)))
             if has_open_batch(program):
                 return program, None
             note = "the model fixes its batch size"
         except Exception as error:  # torch.export raises many kinds
             note = first_line(error)
         try:
-            return torch.export.export(module, inputs), note
+            return forget_history(torch.export.export(module, inputs)), note
         except Exception as error:
             raise InputError(
                 f"{type(module).__name__} cannot be captured by torch.export: {first_line(error)}; "

@@ -60,8 +60,7 @@ def read_program(path: Path) -> ExportedProgram:
     check_file(path, "exported program")
     if not zipfile.is_zipfile(path):
         raise InputError(f"{path} is truncated or is not an exported program: save it with torch.export.save")
-    with zipfile.ZipFile(path) as archive:
-        objects = [name for name in archive.namelist() if re.match("(opaque|custom)_obj", name.rpartition("/")[2])]
+    objects = [name for name in _names(path) if re.match("(opaque|custom)_obj", name.rpartition("/")[2])]
     if objects:
         raise InputError(f"{path} was not loaded: it holds pickled objects, which may run code ({objects[0]})")
     try:
@@ -70,6 +69,15 @@ def read_program(path: Path) -> ExportedProgram:
     except Exception as error:  # each kind of damage has its own class
         reason = first_line(error, 160)
         raise InputError(f"{path} could not be read as an exported program ({reason}): save it again") from error
+
+
+def _names(path: Path) -> list[str]:
+    """What the archive at `path` says that it holds. Raises InputError where it cannot be read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise InputError(f"{path} is damaged ({first_line(error, 160)}): save it again") from error
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Kernel attention, by its feature map: ReLU (EfficientViT), elu + 1, and Hedgehog's softmax of both signs."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -41,8 +42,8 @@ class KernelForm(Form):
 
     @staticmethod
     def start(scale: float) -> float:
-        """What uncalibrated query and key are multiplied with: nothing, where a scale cancels."""
-        return 1.0
+        """The scale that uncalibrated query and key carry: its sign alone, where its size cancels."""
+        return math.copysign(1, scale)
 
     def arranged(self, maps: Tensor) -> Tensor:
         """Maps [H, d, d] to the leading coordinates, as the features want them: with both signs."""
@@ -94,7 +95,7 @@ class HedgehogForm(KernelForm):
 
     @staticmethod
     def start(scale: float) -> float:
-        return scale**0.5
+        return scale
 
     def arranged(self, maps: Tensor) -> Tensor:
         return maps * self.gain

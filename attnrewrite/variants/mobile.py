@@ -1,5 +1,6 @@
 """Mobile-Attention: linear attention with very small heads that compete for the flow of information."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -230,9 +231,10 @@ class Mobile(LinearVariant):
     def form(self, site: AttentionSite) -> Form:
         count, _ = self._sizes(site)
         kept = self.keep_heads if isinstance(self.keep_heads, tuple) else None
-        qk_maps, order = QKMaps(site.heads, site.head_dim), cheaper_order(*self._shape(site))
+        scale, order = score_scale(site), cheaper_order(*self._shape(site))
+        qk_maps = QKMaps(site.heads, site.head_dim, math.copysign(1, scale))
         width = site.heads * site.value_dim
-        return MobileForm(count, qk_maps, score_scale(site), self.reading, order, kept, self._keep(site), width)
+        return MobileForm(count, qk_maps, scale, self.reading, order, kept, self._keep(site), width)
 
     def form_multiplies(self, site: AttentionSite) -> int:
         channels = self._keep(site) * self.head_dim

@@ -18,7 +18,7 @@ from attnrewrite.variants.parts.foldable import per_head
 from attnrewrite.variants.parts.form import FoldableMaps
 from attnrewrite.variants.parts.key_masks import centred, key_weights, weighed
 from attnrewrite.variants.parts.products import Order, mean_product
-from attnrewrite.variants.parts.qk_maps import score_factors
+from attnrewrite.variants.parts.qk_maps import scaled_identities, score_factors
 from attnrewrite.variants.parts.ridge import LeastSquares
 from attnrewrite.variants.parts.tensors import as_type, score_scale, wide
 
@@ -78,9 +78,9 @@ class PolynomialForm(Form):
     def __init__(self, heads: int, head_dim: int, rank: int, degree: int, scale: float, order: Order) -> None:
         super().__init__()
         self.rank, self.degree, self.scale, self.order = rank, degree, scale, order
-        first = torch.eye(head_dim, rank) * math.sqrt(scale)
-        self.query_map = nn.Parameter(first.repeat(heads, 1, 1))
-        self.key_map = nn.Parameter(first.repeat(heads, 1, 1))
+        query, key = scaled_identities(head_dim, rank, scale)
+        self.query_map = nn.Parameter(query.repeat(heads, 1, 1))
+        self.key_map = nn.Parameter(key.repeat(heads, 1, 1))
         taylor = torch.tensor([1 / math.factorial(power) for power in range(degree + 1)])
         self.coefficients = nn.Parameter(taylor.repeat(heads, 1))
         if order == "qk":  # there may be more monomials than memory

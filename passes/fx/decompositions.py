@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 
 from attnrewrite.errors import Refusal
 from attnrewrite.passes.base import Edit, Pass, PassResult
+from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.signature import other_signature, writes_in_place
 
 aten = torch.ops.aten
@@ -35,7 +36,9 @@ class Decompose(Pass[ExportedProgram]):
     table: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
 
     def rewrite(self, graph: ExportedProgram) -> PassResult[ExportedProgram]:
-        program = graph.run_decompositions(dict(self.table))
+        if not self.table and graph.dialect == "ATEN":  # which says that it was decomposed
+            return PassResult(graph)
+        program = forget_history(graph.run_decompositions(dict(self.table)))
         before, after = _operators(graph), _operators(program)
         gone = tuple(Edit(str(operator)) for operator in (before - after).elements())
         relabelled = () if graph.dialect == program.dialect else (Edit(graph.dialect, program.dialect),)

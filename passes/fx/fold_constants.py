@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from attnrewrite.errors import Refusal
 from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.fx.cleanup import CleanUp
+from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.signature import other_signature, writes_in_place
 
 
@@ -43,8 +44,11 @@ class FoldConstants(Pass[ExportedProgram]):
                 node.replace_all_uses_with(module.graph.get_attr(name))
             folded.append(Edit(node.name, name))
         cleaned = CleanUp().apply(module)
+        if not folded and not cleaned.edits:
+            return PassResult(graph)
         assert graph.example_inputs is not None
-        return PassResult(torch.export.export(module, *graph.example_inputs), (*folded, *cleaned.edits))
+        program = forget_history(torch.export.export(module, *graph.example_inputs))
+        return PassResult(program, (*folded, *cleaned.edits))
 
     def ensures(self, before: ExportedProgram, result: PassResult[ExportedProgram]) -> Refusal | None:
         """The same inputs and outputs."""

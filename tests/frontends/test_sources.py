@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
@@ -224,6 +225,12 @@ def run_by_unpickling(path: Path) -> None:
             bad.writestr(name, content)
 
 
+def a_name_that_is_no_text(path: Path) -> None:
+    with zipfile.ZipFile(path / "m.pt2", "w") as archive:
+        archive.writestr("é", "")
+    (path / "m.pt2").write_bytes((path / "m.pt2").read_bytes().replace("é".encode(), b"\xed0"))
+
+
 def half_a_program(path: Path) -> None:
     torch.export.save(exported(nn.Conv2d(3, 2, 16).eval()), path / "m.pt2")
     whole = (path / "m.pt2").read_bytes()
@@ -247,6 +254,7 @@ BAD_SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "absent file": ("m.pt2", nothing, r"cannot read the exported program m\.pt2: No such file"),
     "not a program": ("m.pt2", lambda path: (path / "m.pt2").write_text("x"), "m.pt2 is truncated or is not"),
     "half a program": ("m.pt2", half_a_program, "m.pt2 is truncated or is not"),
+    "a name that is no text": ("m.pt2", a_name_that_is_no_text, "m.pt2 is damaged .*codec can't decode.*: save it"),
     "a program that runs code": ("m.pt2", run_by_unpickling, "m.pt2 could not be read as an exported program"),
     "onnx": ("m.onnx", lambda path: (path / "m.onnx").write_text("x"), "not an ONNX model, or cut short"),
     "a checkpoint": ("w.pth", nothing, "w.pth holds weights, not a model"),

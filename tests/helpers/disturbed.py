@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 HEADS, DIM, TOKENS, MEMORY, WINDOWS = 2, 4, 6, 5, 2
 WIDTH = HEADS * DIM
-PLACES = ("input", "query", "key", "value", "scores", "probabilities", "output", "projected")
+PLACES = ("input", "query", "key", "value", "keys and values", "scores", "probabilities", "output", "projected")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Disturbed(nn.Module):
             self.disturbed(place, part)
             for place, part in (("query", query), ("key", key), ("value", value))
         )  # fmt: skip
+        key, value = (self.disturbed("keys and values", part) for part in (key, value))
         out = self.disturbed("output", self.attended(query, key, value))
         out = self.disturbed("projected", self.out(self.merged(out)))
         if recipe.layout == "windows":
@@ -195,6 +196,14 @@ def shifted(t: Tensor, axis: int) -> Tensor:
     return F.pad(cut, (0, 1)).transpose(axis, -1)
 
 
+def shortened(m: Disturbed, t: Tensor, each: Disturbance) -> Tensor:
+    """Fewer queries, or fewer keys with their values, where no mask and no window fixes their number."""
+    free = m.recipe.mask == "none" and m.recipe.layout != "windows" and t.shape[-2] > 1
+    if not free or each.place not in ("query", "keys and values", "output", "projected"):
+        return t
+    return t[..., :: 1 + each.size, :] if each.size in (1, 2) else t.narrow(-2, each.size % 2, t.shape[-2] - 1)
+
+
 def followed(m: Disturbed, t: Tensor, each: Disturbance) -> Tensor:
     """A tensor that follows the images, of one element along the axes where it does not vary."""
     single = [axis for axis, size in enumerate(shape_of(t, each)) if axis and size == 1]
@@ -284,6 +293,7 @@ KINDS: dict[str, Kind] = {
     "counted in a buffer": lambda m, t, d, n: counted(m, t),
     "its tail scaled": lambda m, t, d, n: tail_scaled(t, axis_of(t, d)),
     "cut and padded": lambda m, t, d, n: shifted(t, axis_of(t, d)),
+    "shortened": lambda m, t, d, n: shortened(m, t, d),
     "less its mean": lambda m, t, d, n: t - t.mean(axis_of(t, d), keepdim=True),
     "less its maximum": lambda m, t, d, n: t - t.amax(axis_of(t, d), keepdim=True),
     "over its sum": lambda m, t, d, n: t / (0.1 + t.abs().sum(axis_of(t, d), keepdim=True)),

@@ -7,6 +7,8 @@ original's outputs on new inputs of another batch size, and whose sites see the 
 
 import copy
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -15,22 +17,26 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor
 from torch.fx import GraphModule
 
-from attnrewrite.conversion.proof import Proof, prove, require_sound, rewritten
+from attnrewrite.conversion.proof import prove, require_sound, rewritten
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import load_source
 from attnrewrite.passes.fx.rewrite import scan_graph
+from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.passes.verify import float64_errors, known_error, rewritten_sites
 from attnrewrite.passes.wide import Wide, wide_copy
-from attnrewrite.patterns.fx.graph import FxGraph
-from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.variants.registry import get_variant, variants
 
+Reads = tuple[Tensor, Tensor, Tensor, Tensor | None]  # query, key, value and bias
 FORMS = tuple(name for name in variants() if name != "softmax")
+SHAKES = 2
 
 
 def verdict(recipe: Recipe) -> str:
-    """What becomes of the module of `recipe`: "refused", "stopped" or "equal". AssertionError where it is wrong."""
+    """What becomes of the module of `recipe`: "refused", "stopped" or "equal"; or it "jumps" and nobody can tell.
+
+    Raises AssertionError where it is wrong.
+    """
     model = build(recipe)
     try:
         source = load_source(copy.deepcopy(model), example(recipe))
@@ -49,13 +55,18 @@ def verdict(recipe: Recipe) -> str:
     wanted = answer(model, new)
     found = Wide(proof.teacher).run(*new)
     allowed = 5e-2 if any(each.kind in ROUNDED for each in recipe.disturbances) else 1e-5
+    if jumps(model, new, wanted, allowed):
+        return "jumps"
     assert known_error(found, wanted) <= allowed, "softmax re-emitted is not the original"
-    assert_own_inputs(model, scanned, proof, new, allowed)
+    kept = every_value(scanned.graph.module, new)
+    (softmax,) = rewritten_sites(proof.teacher).values()
+    reads = wide_reads(softmax, kept)
+    assert_own_inputs(model, softmax.form.scale, reads, new, allowed)  # type: ignore[union-attr]
     for name in FORMS:
         if any(get_variant(name).refuse(site) for site in sites):
             continue
         student = rewritten(scanned, dict.fromkeys((site.id for site in sites), get_variant(name)))
-        assert_reads_alike(name, student, scanned, proof, new)
+        assert_reads_alike(name, student, kept, reads)
         try:
             float64_errors(student, new)
         except CheckFailedError:
@@ -69,18 +80,39 @@ def answer(model: Disturbed, given: tuple[Tensor, ...]) -> Tensor:
     return copy.deepcopy(model).double()(*(t.double() if t.is_floating_point() else t for t in given))
 
 
+def jumps(model: Disturbed, given: tuple[Tensor, ...], wanted: Tensor, allowed: float) -> bool:
+    """Whether the module's own answer changes by more than `allowed` where its inputs change in their last digits:
+    integers are made of sums that lie on their edge, and each order of summing them is as right as the next.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(SHAKES):
+        noise = [1 + 1e-13 * torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in given]
+        shaken = tuple(t * by if t.is_floating_point() else t for t, by in zip(given, noise, strict=True))
+        if known_error(answer(model, shaken), wanted) > allowed:
+            return True
+    return False
+
+
+def every_value(graph: GraphModule, given: tuple[Tensor, ...]) -> dict[str, Any]:
+    """What each node of the captured graph makes of the inputs, in float64: all forms are held against it."""
+    recorder = Wide(graph, [node.name for node in graph.graph.nodes])
+    recorder.run(*given)
+    return recorder.kept
+
+
 @torch.no_grad()
-def assert_own_inputs(
-    model: Disturbed, scanned: Scanned[FxGraph], proof: Proof, given: tuple[Tensor, ...], allowed: float
-) -> None:
+def wide_reads(site: SiteModule, kept: Mapping[str, Any]) -> Reads:
+    """The query, key, value and bias that a site's form is given, in float64."""
+    return wide_copy(site).attend_inputs(*(kept[value] for value in site.values))  # type: ignore[operator]
+
+
+@torch.no_grad()
+def assert_own_inputs(model: Disturbed, scale: float, reads: Reads, given: tuple[Tensor, ...], allowed: float) -> None:
     """The site's query, key and bias make the original's probabilities, and its value is the original's."""
     wide = copy.deepcopy(model).double()
     wide(*(t.double() if t.is_floating_point() else t for t in given))
-    (site,) = rewritten_sites(proof.teacher).values()
-    recorder = Wide(scanned.graph.module, site.values)
-    recorder.run(*given)
-    query, key, value, bias = wide_copy(site).attend_inputs(*(recorder.kept[v] for v in site.values))  # type: ignore[operator]
-    scores = query @ key.mT * site.form.scale
+    query, key, value, bias = reads
+    scores = query @ key.mT * scale
     found = {"probabilities": (scores if bias is None else scores + bias).softmax(-1), "value": value}
     for name, tensor in found.items():
         wanted = wide.seen[name].reshape(-1, *tensor.shape[1:])
@@ -88,17 +120,10 @@ def assert_own_inputs(
 
 
 @torch.no_grad()
-def assert_reads_alike(
-    name: str, student: GraphModule, scanned: Scanned[FxGraph], proof: Proof, given: tuple[Tensor, ...]
-) -> None:
+def assert_reads_alike(name: str, student: GraphModule, kept: Mapping[str, Any], wanted: Reads) -> None:
     """A form is given the query, key, value and bias that softmax is, and what its mask drops changes no other row."""
-    (site,), (softmax,) = (rewritten_sites(each).values() for each in (student, proof.teacher))
-    recorder = Wide(scanned.graph.module, {*site.values, *softmax.values})
-    recorder.run(*given)
-    found, wanted = (
-        wide_copy(each).attend_inputs(*(recorder.kept[value] for value in each.values))  # type: ignore[operator]
-        for each in (site, softmax)
-    )
+    (site,) = rewritten_sites(student).values()
+    found = wide_reads(site, kept)
     for part, own in zip(found[:3], wanted[:3], strict=True):
         assert torch.equal(part.nan_to_num(), own.nan_to_num()), f"{name} reads another tensor"
     query, key, value, bias = found
@@ -106,7 +131,7 @@ def assert_reads_alike(
     if bias is None or bias.isnan().any():
         return
     wide = bias.expand(*bias.shape[:-2], query.shape[-2], key.shape[-2])
-    assert torch.equal(wide.nan_to_num(), wanted[3].expand_as(wide).nan_to_num()), f"{name} has another bias"  # type: ignore[union-attr]
+    assert torch.equal(wide.nan_to_num(), wanted[3].expand_as(wide).nan_to_num()), f"{name} has another bias"
     dropped = wide.isneginf().all(-2).expand(*key.shape[:-1])
     form = wide_copy(site).form
     before = form(query, key, value, bias)  # type: ignore[operator]

@@ -160,6 +160,18 @@ def stream(site: AttentionSite, count: int = 3) -> Callable[[], Iterator[Heads]]
     return lambda: iter([make_heads(site, batch=8, seed=seed) for seed in range(count)])
 
 
+SIGNLESS = {"additive", "hydra", "l1", "separable", "xca"}  # what they read has no sign until they are calibrated
+
+
+@pytest.mark.parametrize("name", sorted(set(variants()) - SIGNLESS))
+def test_a_negative_scale_is_that_of_the_negated_query(name: str) -> None:
+    assert SITE.core is not None
+    turned = dataclasses.replace(SITE, core=dataclasses.replace(SITE.core, scale=-SITE.core.scale))
+    query, *others = make_heads(SITE, batch=2)
+    form, plain = (get_variant(name).build(site).double() for site in (turned, SITE))
+    torch.testing.assert_close(form(query, *others), plain(-query, *others))
+
+
 @pytest.mark.parametrize("name", LINEAR)
 def test_fitting_brings_the_form_nearer_to_softmax(name: str) -> None:
     site = make_site(heads=2, head_dim=8, grid=Grid(6, 6, 1))

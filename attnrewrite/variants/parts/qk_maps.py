@@ -5,6 +5,7 @@ form: the same scores q . k have many factors. The best of rank r for the querie
 leading singular vectors of the score form, weighted by both covariances.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,13 +20,14 @@ from attnrewrite.variants.parts.tensors import wide
 
 class QKMaps(nn.Module):
     """query A_q and key A_k + shift, for query and key [B, H, N, d]; half precision comes out as float32, for features
-    and exponentials of it. It starts as the identity times `start`.
+    and exponentials of it. The maps start as identities that together multiply the product by `scale`.
     """
 
-    def __init__(self, heads: int, head_dim: int, start: float = 1.0) -> None:
+    def __init__(self, heads: int, head_dim: int, scale: float = 1.0) -> None:
         super().__init__()
-        self.query = nn.Parameter(torch.eye(head_dim).repeat(heads, 1, 1) * start)
-        self.key = nn.Parameter(torch.eye(head_dim).repeat(heads, 1, 1) * start)
+        query, key = scaled_identities(head_dim, head_dim, scale)
+        self.query = nn.Parameter(query.repeat(heads, 1, 1))
+        self.key = nn.Parameter(key.repeat(heads, 1, 1))
         self.shift = nn.Parameter(torch.zeros(heads, 1, head_dim))
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,6 +47,15 @@ class QKMaps(nn.Module):
         self.query.copy_(arrange(query))
         self.key.copy_(arrange(key))
         self.shift.copy_(-(mean.to(self.key) @ self.key))
+
+
+def scaled_identities(head_dim: int, size: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Maps [head_dim, size] of query and key to their first coordinates, whose product is `scale` times theirs.
+
+    Each has the root of the scale; the query has the sign, too.
+    """
+    key = torch.eye(head_dim, size) * math.sqrt(abs(scale))
+    return key * math.copysign(1, scale), key
 
 
 class NoMaps(QKMaps):
