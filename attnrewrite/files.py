@@ -280,12 +280,19 @@ def _make(stage: Path, out: Path) -> None:
 
 
 def _is_full(error: BaseException, folder: Path) -> bool:
-    """Whether a disk without room is why writing into `folder` failed, in the errors of torch and safetensors, too."""
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
-        return True
+    """Whether a disk without room is why writing into `folder` failed, in the errors of torch and safetensors, too, and
+    in what a linker says.
+    """
+    cause: BaseException | None = error
+    seen: set[int] = set()  # an error that is raised again from itself is its own cause
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if (isinstance(cause, OSError) and cause.errno in NO_ROOM) or os.strerror(errno.ENOSPC) in str(cause):
+            return True
+        cause = cause.__cause__
     if isinstance(error, AttnRewriteError) or not isinstance(error, Exception):
         return False
-    return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(folder).free < ENOUGH_BYTES
+    return shutil.disk_usage(folder).free < ENOUGH_BYTES
 
 
 def check_free_file(out: Path, *, force: bool) -> None:

@@ -61,6 +61,8 @@ def require_numbers(name: str, tensors: Mapping[str, Tensor], example: Sequence[
 def _no_number(tensor: Tensor) -> str | None:
     if not tensor.is_floating_point() or not tensor.numel():
         return None
+    if tensor.itemsize == 1:  # of which torch asks nothing
+        tensor = tensor.float()
     if bool(tensor.isnan().any()):
         return "NaN"
     return "infinity" if bool(tensor.isposinf().any()) else None

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError, first_line
@@ -67,6 +68,11 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         return forget_history(torch.export.export(module, example_inputs))
+    except GuardOnDataDependentSymNode as error:
+        raise InputError(
+            f"torch.export cannot capture the module: a branch or a size in it follows from values "
+            f"({first_line(error, 80)}): write it so that neither depends on them"
+        ) from error
     except Exception as error:
         raise InputError(f"torch.export cannot capture the module for these inputs: {first_line(error)}") from error
     finally:

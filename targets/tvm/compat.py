@@ -77,6 +77,7 @@ def build_for_cpu(relax_module: Any, core: str, system: str | None = None) -> Sc
     """
     from attnrewrite.targets.tvm.schedules.cpu import pipeline
 
+    _require_llvm()
     processor = cpu_profile(core).under(system)
     try:
         scheduled = pipeline.schedule(relax_module, processor)
@@ -133,7 +134,9 @@ def export_library(executable: Any, path: Path, compiler: str) -> Path:
     try:
         executable.export_library(str(path), fcompile=linker)
     except Exception as error:
-        raise InputError(f"{compiler} cannot link {path.name}: {first_line(error)}") from error
+        # TVM's own first line only says that something failed.
+        said = RuntimeError(str(error).removeprefix("Compilation error:"))
+        raise InputError(f"{compiler} cannot link {path.name}: {first_line(said)}") from error
     return path
 
 
@@ -182,6 +185,13 @@ def bind(compiled: Any, inputs: Sequence[Tensor], threads: int) -> Callable[[], 
 
 def _host_compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+
+
+def _require_llvm() -> None:
+    import tvm
+
+    if tvm.get_global_func("target.build.llvm", allow_missing=True) is None:
+        raise InputError("this TVM was built without LLVM: install the one of pip install 'attnrewrite[tvm]'")
 
 
 def _global(name: str) -> Any:

@@ -15,6 +15,7 @@ from torch.fx import Node
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.fx.decompositions import Decompose, own_decompositions
 from attnrewrite.targets.prepare import canonical
+from attnrewrite.targets.tvm.limits import require_compilable
 from attnrewrite.targets.tvm.written_out import ARITHMETIC, MISREAD, WRITTEN_OUT
 
 aten = torch.ops.aten
@@ -37,7 +38,8 @@ def import_program(program: ExportedProgram) -> Any:
     Operators that TVM's importer lacks, fails at or reads wrongly are written out in others first.
 
     Raises:
-        InputError: there is one that nothing writes out; it is named with its node.
+        InputError: there is one that nothing writes out, or whose result has no fixed size or a type that processors
+            lack; it is named with its node.
     """
     return readable(program)[1]
 
@@ -48,6 +50,7 @@ def readable(program: ExportedProgram) -> tuple[ExportedProgram, Any]:
     Raises:
         InputError: as `import_program`.
     """
+    require_compilable(program)
     program = canonical(program)
     for _ in range(DEEPEST):
         misread = {node.target for node in program.graph.nodes if _is_misread(node)}

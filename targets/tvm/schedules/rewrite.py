@@ -12,6 +12,7 @@ from attnrewrite.targets.record import Decision
 from attnrewrite.targets.tvm.schedules.graph import Graph, is_float, multiply_adds, shape, variables
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Call, Function, Kernel, Rule, Step, Temporary
+from attnrewrite.targets.tvm.schedules.spelling import written_out
 from attnrewrite.targets.tvm.schedules.view import Shape
 
 FALLBACK = "TVM's default"
@@ -36,6 +37,7 @@ def rewrite(module: Any, rules: Sequence[Rule], profile: Profile) -> Scheduled:
     refusal = _unreadable(module)
     if refusal is not None:
         return Scheduled(module, (Decision("main", ("function",), (), FALLBACK, 0, 0.0, str(refusal)),))
+    module = written_out(module)
     graph = Graph(module)
     kernels: dict[Any, Kernel] = {}
     found: list[_Found] = []
@@ -58,6 +60,8 @@ def rewrite(module: Any, rules: Sequence[Rule], profile: Profile) -> Scheduled:
 
 
 def _unreadable(module: Any) -> Refusal | None:
+    if not any(var.name_hint == "main" for var in module.get_global_vars()):
+        return Refusal("no-main", "has no function of that name")
     blocks: Any = getattr(module["main"].body, "blocks", ())
     if len(blocks) != 1 or not isinstance(blocks[0], relax.DataflowBlock):
         return Refusal("control-flow", "is not one block of dataflow")
