@@ -57,20 +57,20 @@ class WideSideBySide(Wide):
 
     def run(self, *inputs: Any, **how: Any) -> Any:
         """`inputs` are the tuples of arguments, one tuple for each time that the module is to run."""
+        self.count = len(inputs)
         arguments = (_Lanes(map(widened, each)) for each in zip(*inputs, strict=True))
         return super().run(*arguments, enable_io_processing=False, **how)
 
     def run_node(self, n: Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        counts = {len(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Lanes)}
-        if not counts:
-            return super().run_node(n)
-        (count,) = counts
-        call = getattr(self, n.op)
-        lanes = (tree_map(partial(_lane, index), (args, kwargs)) for index in range(count))
-        result = _Lanes(tree_map(widened, call(n.target, *each)) for each in lanes)
+        if any(isinstance(leaf, _Lanes) for leaf in tree_leaves((args, kwargs))):
+            call = getattr(self, n.op)
+            lanes = (tree_map(partial(_lane, index), (args, kwargs)) for index in range(self.count))
+            result = _Lanes(tree_map(widened, call(n.target, *each)) for each in lanes)
+        else:
+            result = super().run_node(n)  # an input, or what follows none
         if n.name in self.names:
-            self.kept[n.name] = result
+            self.kept[n.name] = result if isinstance(result, _Lanes) else [result] * self.count
         return result
 
 

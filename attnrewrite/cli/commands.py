@@ -147,7 +147,7 @@ def lower(
     out = output.out
     check_free(out, force=output.force)
     check_apart(out, _paths(source, model.checkpoint))
-    options = {"layout": layout, "cpu": cpu, "system": system, "minimum_target": minimum_target}
+    options: dict[str, Any] = {"layout": layout, "cpu": cpu, "system": system, "minimum_target": minimum_target}
     get_target(target).configured(**options).require_build()
     loaded = _load(source, model, run)
     if run.dry_run:

@@ -158,8 +158,9 @@ def _one_hot(places: Tensor, classes: int = -1) -> Tensor:
 def _variance_and_mean(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    variance = torch.var(x, dim, correction=1 if correction is None else correction, keepdim=keepdim)
-    return variance, torch.mean(x, dim, keepdim=keepdim)
+    axes = None if dim is None else list(dim)
+    variance = torch.var(x, axes, correction=1 if correction is None else correction, keepdim=keepdim)
+    return variance, torch.mean(x, axes, keepdim=keepdim)
 
 
 def _select(x: Tensor, dim: int, index: int) -> Tensor:

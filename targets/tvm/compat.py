@@ -50,7 +50,8 @@ def runtime_libraries() -> tuple[Path, ...]:
     import tvm
     import tvm_ffi
 
-    homes = {Path(package.__file__).parent.name: Path(package.__file__).parent.parent for package in (tvm, tvm_ffi)}
+    folders = [Path(package.__path__[0]) for package in (tvm, tvm_ffi)]
+    homes = {folder.name: folder.parent for folder in folders}
     return tuple(homes[name.split("/")[0]] / name for name in LIBRARIES)
 
 

@@ -6,6 +6,7 @@ original's outputs on new inputs of another batch size, and whose sites see the 
 """
 
 import copy
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.passes.verify import float64_errors, known_error, rewritten_sites
 from attnrewrite.passes.wide import Wide, wide_copy
+from attnrewrite.variants.parts.softmax_rows import SoftmaxForm
 from attnrewrite.variants.registry import get_variant, variants
 
 Reads = tuple[Tensor, Tensor, Tensor, Tensor | None]  # query, key, value and bias
@@ -61,7 +63,7 @@ def verdict(recipe: Recipe) -> str:
     kept = every_value(scanned.graph.module, new)
     (softmax,) = rewritten_sites(proof.teacher).values()
     reads = wide_reads(softmax, kept)
-    assert_own_inputs(model, softmax.form.scale, reads, new, allowed)  # type: ignore[union-attr]
+    assert_own_inputs(model, softmax.form, reads, new, allowed)  # type: ignore[arg-type]
     for name in FORMS:
         if any(get_variant(name).refuse(site) for site in sites):
             continue
@@ -107,13 +109,17 @@ def wide_reads(site: SiteModule, kept: Mapping[str, Any]) -> Reads:
 
 
 @torch.no_grad()
-def assert_own_inputs(model: Disturbed, scale: float, reads: Reads, given: tuple[Tensor, ...], allowed: float) -> None:
+def assert_own_inputs(
+    model: Disturbed, form: SoftmaxForm, reads: Reads, given: tuple[Tensor, ...], allowed: float
+) -> None:
     """The site's query, key and bias make the original's probabilities, and its value is the original's."""
     wide = copy.deepcopy(model).double()
     wide(*(t.double() if t.is_floating_point() else t for t in given))
     query, key, value, bias = reads
-    scores = query @ key.mT * scale
-    found = {"probabilities": (scores if bias is None else scores + bias).softmax(-1), "value": value}
+    scores = query @ key.mT * form.scale
+    if bias is not None:
+        scores = (scores + bias).masked_fill(bias == -math.inf, form.filling)
+    found = {"probabilities": scores.softmax(-1), "value": value}
     for name, tensor in found.items():
         wanted = wide.seen[name].reshape(-1, *tensor.shape[1:])
         assert known_error(tensor.expand_as(wanted), wanted) <= allowed, f"the site's own {name}"

@@ -89,9 +89,12 @@ def test_what_the_importer_misreads_is_compiled_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "called"),
-    [(lambda x: torch.fft.rfft2(x).abs(), "fft"), (lambda x: torch.linalg.svd(x)[1], "svd")],
+    ("operator", "message"),
+    [
+        (lambda x: torch.fft.rfft2(x).abs(), r"aten\.fft.* \(node '.*fft.*'\) is complex64"),
+        (lambda x: torch.linalg.svd(x)[1], r"no operator aten.*svd.* \(node '.*svd.*'\)"),
+    ],
 )
-def test_what_nothing_writes_out_is_refused_by_operator_and_node(operator: Callable, called: str) -> None:
-    with pytest.raises(InputError, match=rf"no operator aten.*{called}.* \(node '.*{called}.*'\)"):
-        import_program(specialise(All({called: operator}), (torch.randn(TOKENS),)))
+def test_what_nothing_writes_out_is_refused_by_operator_and_node(operator: Callable, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        import_program(specialise(All({"operator": operator}), (torch.randn(TOKENS),)))
