@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from zoo.runs import SHARED, builder, in_own_process
+from zoo.runs import SHARED, builder, chosen, in_own_process
 
 from attnrewrite import api
 from attnrewrite.conversion.record import deployed
@@ -180,7 +180,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400, help="of the processor that one row may take")
     parser.add_argument("--again", action="store_true", help="do what is in the results but was not confirmed again")
     asked = parser.parse_args()
-    names, _ = builder(asked.zoo)
+    try:
+        models = chosen("model", asked.models, builder(asked.zoo)[0])
+    except InputError as error:
+        parser.exit(2, f"{error}\n")
     import_torchvision()
     for library in SHARED:  # imported once, and not by each model's process
         with contextlib.suppress(ImportError):
@@ -189,7 +192,7 @@ def main() -> None:
     if asked.results.exists():
         rows = [Row(**json.loads(line)) for line in asked.results.read_text().splitlines()]
         done = {row.task: row for row in rows}
-    wanted = [Task(*each) for each in itertools.product(asked.models or names, asked.forms, asked.layouts)]
+    wanted = [Task(*each) for each in itertools.product(models, asked.forms, asked.layouts)]
     settled = (
         ("confirmed", "not converted", "not exported") if asked.again else (*OURS, "not converted", "not exported")
     )

@@ -28,8 +28,9 @@ from typing import Any
 
 import zoo
 from detectors.peers import OPSET, PEERS, version
+from zoo.runs import chosen
 
-from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.errors import InputError
 from attnrewrite.evaluation.latency import environment
 
 HERE = Path(__file__).parent
@@ -213,16 +214,6 @@ def table(run: Run, peers: Sequence[str]) -> str:
         false = f"{total['false_positives']} ({total['models_with_false_positives']})"
         rows.append(f"| {peer} | {total['models']}, {total['failed']} | {recall} | {of_all} | {false} |")
     return "\n".join(rows)
-
-
-def chosen(what: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """The names asked for, in the order of `known`; a library's name stands for all of its models."""
-    if not names:
-        return list(known)
-    for name in names:
-        if name not in known and not any(each.startswith(f"{name}/") for each in known):
-            raise unknown_name(what, name, known)
-    return [each for each in known if each in names or each.partition("/")[0] in names]
 
 
 def report(run: Run, peers: Sequence[str]) -> dict[str, Any]:

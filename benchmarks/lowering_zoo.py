@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from lowering import measured
 from torch import Tensor, nn
-from zoo.runs import SHARED, builder, in_own_process
+from zoo.runs import SHARED, builder, chosen, in_own_process
 
 from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, Refusal
 from attnrewrite.targets import agreement as check
@@ -173,12 +173,14 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=16, help="of address space that one model may take")
     parser.add_argument("--again", action="store_true", help="do what is in the results but was not right again")
     asked = parser.parse_args()
-    names, _ = builder(asked.zoo)
+    try:
+        wanted = chosen("model", asked.models, builder(asked.zoo)[0])
+    except InputError as error:
+        parser.exit(2, f"{error}\n")
     for library in SHARED:  # imported once, and not by each model's process
         with contextlib.suppress(ImportError, RuntimeError):
             importlib.import_module(library)
     done = read(asked.results)
-    wanted = asked.models or list(names)
     settled = ("right", "not exported") if asked.again else (*OURS, "not exported")
     todo = [model for model in wanted if model not in done or done[model].status not in settled]
     asked.results.parent.mkdir(parents=True, exist_ok=True)

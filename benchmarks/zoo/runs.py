@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import zoo
-from attnrewrite.errors import Refusal
+from attnrewrite.errors import Refusal, unknown_name
 
 SHARED = ("coremltools", "onnxruntime", "onnxscript", "timm", "torchvision", "transformers", "tvm", "vit_pytorch")
 PATIENCE = 10
@@ -35,6 +35,16 @@ def builder(folder: Path | None) -> tuple[Sequence[str], Callable[[str], Any]]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return list(module.REG), module.build
+
+
+def chosen(what: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """The names asked for, in the order of `known`; a library's name stands for all of its models."""
+    if not names:
+        return list(known)
+    for name in names:
+        if name not in known and not any(each.startswith(f"{name}/") for each in known):
+            raise unknown_name(what, name, known)
+    return [each for each in known if each in names or each.partition("/")[0] in names]
 
 
 def in_own_process(work: Callable[[], Any], seconds: float, gigabytes: float | None = None) -> Any:

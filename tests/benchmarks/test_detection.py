@@ -26,7 +26,7 @@ NO_PRODUCT, NO_VALUE, MIXES_IMAGES = (
 def benchmark(request: pytest.FixtureRequest) -> dict[str, ModuleType]:
     sys.path.insert(0, str(BENCHMARKS))
     request.addfinalizer(lambda: sys.path.remove(str(BENCHMARKS)))  # noqa: PT021 (the path is needed until the end)
-    return {name: importlib.import_module(name) for name in ("detection", "detectors.truth", "zoo")}
+    return {name: importlib.import_module(name) for name in ("detection", "detectors.truth", "zoo", "zoo.runs")}
 
 
 class Attend(nn.Module):
@@ -131,7 +131,7 @@ def test_a_score_counts_what_is_found_invented_and_mistaken(benchmark: dict[str,
 
 def test_an_unknown_name_is_told_the_nearest(benchmark: dict[str, ModuleType]) -> None:
     with pytest.raises(ar.errors.InputError, match="did you mean 'timm/cait'"):
-        benchmark["detection"].chosen("model", ["timm/cairt"], benchmark["zoo"].names())
+        benchmark["zoo.runs"].chosen("model", ["timm/cairt"], benchmark["zoo"].names())
 
 
 def test_the_zoo_is_wide(benchmark: dict[str, ModuleType]) -> None:
