@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.files import as_path
-from attnrewrite.patterns.weights import same_weights
+from attnrewrite.patterns.weights import FINGERPRINT, same_weights
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, option_values
@@ -141,7 +141,7 @@ class _Entry(BaseModel):
     head_dim: int
     n_queries: int
     n_keys: int
-    fingerprint: str | None
+    fingerprint: Annotated[str, Field(pattern=FINGERPRINT)] | None
 
 
 class _Document(BaseModel):

@@ -42,11 +42,14 @@ def fingerprint(graph: GraphView, projections: tuple[Projection | OutputProjecti
     return ";".join(parts) if parts else None
 
 
+_NUMBER = r"-?\d+(\.\d+)?(e[+-]\d+)?"
+_PART = rf"[qkvo]\d+(x\d+)*:{_NUMBER}(,{_NUMBER})*"
+FINGERPRINT = rf"^{_PART}(;{_PART})*$"  # what `fingerprint` writes
 _SAME = 1e-3  # beyond the rounding of half precision, below what any training step leaves of a weight
 
 
 def same_weights(one: str | None, other: str | None) -> bool:
-    """Whether two fingerprints name the same weights, to a relative 0.1 %."""
+    """Whether two fingerprints, as FINGERPRINT has them, name the same weights, to a relative 0.1 %."""
     if one is None or other is None:
         return one is other
     ours, theirs = ([part.split(":") for part in name.split(";")] for name in (one, other))
@@ -54,7 +57,9 @@ def same_weights(one: str | None, other: str | None) -> bool:
         return False
     for (_, mine), (_, yours) in zip(ours, theirs, strict=True):
         (norm, *signed), (wanted, *others) = (np.array(numbers.split(","), float) for numbers in (mine, yours))
-        if abs(norm - wanted) > _SAME * norm or (np.abs(np.subtract(signed, others)) > _SAME).any():
+        if len(signed) != len(others) or abs(norm - wanted) > _SAME * norm:
+            return False
+        if (np.abs(np.subtract(signed, others)) > _SAME).any():
             return False
     return True
 

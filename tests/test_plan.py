@@ -50,11 +50,23 @@ def test_a_plan_for_a_deeper_model_names_the_missing_site(converted: tuple[ar.Co
         FxRewrite(Plan.load(converted[1]))(shallow)
 
 
+PLACED = """{"version": 1, "model": "m", "placements": [{"site": "site0", "name": "a", "variant": "l1", "options": {},
+    "heads": 2, "head_dim": 8, "n_queries": 4, "n_keys": 4, "fingerprint": "q8x16:1.5,-2e-05;o8x16:1.5,-2e-05"}]}"""
+
+
+def test_a_fingerprint_is_read_as_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / PLAN_FILE).write_text(PLACED)
+    with pytest.raises(InputError, match=rf"{WEIGHTS_FILE}.* cannot be read"):  # which is what comes next
+        Plan.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         (PLAN_FILE, "{", "not a plan of this version"),
         (PLAN_FILE, '{"version": 2, "model": "m", "placements": []}', "not a plan of this version"),
+        (PLAN_FILE, PLACED.replace("8x16:1.5,-2e-05", "8x16"), "not a plan of this version"),
+        (PLAN_FILE, PLACED.replace("1.5,-2e-05", "1.5\\u007f2"), "not a plan of this version"),
         (PLAN_FILE, None, "cannot be read"),
         (WEIGHTS_FILE, "nothing like safetensors", "cannot be read as safetensors"),
         (WEIGHTS_FILE, None, "cannot be read as safetensors"),

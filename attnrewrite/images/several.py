@@ -1,8 +1,6 @@
 """What a model of several inputs is calibrated with: one array for each of them, as the model takes them."""
 
 import hashlib
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +97,9 @@ def _read(path: Path, names: Sequence[str]) -> list[Tensor]:
                     f"inputs are {', '.join(names)}"
                 )
             return [torch.from_numpy(archive[name]) for name in wanted]
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+    except InputError:
+        raise
+    except Exception as error:  # zip, deflate and numpy, which parses a head as Python, raise many kinds
         raise InputError(f"{path} could not be read: it is damaged, or holds no plain arrays") from error
 
 

@@ -242,7 +242,7 @@ def lint(program: Any) -> EngineReport:
     return EngineReport(
         tuple(
             Counted(
-                operation.name, operation.op_type, multiply_adds(operation),
+                str(operation.name), operation.op_type, multiply_adds(operation),
                 tuple(rule.id for rule in RULES if rule.broken(operation)),
             )
             for operation in program.functions["main"].operations

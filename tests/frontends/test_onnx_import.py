@@ -308,6 +308,7 @@ def test_an_imported_attention_is_the_same_site(name: str) -> None:
             r"LayerNormalization \(node 'node0', opset 17\) cannot be imported .*: its output 'm' is read",
         ),
         ("y = Hardmax(x)", r"Hardmax \(node 'node0', opset 17\) cannot be imported .*: no translation is known"),
+        ("y = Softmax<axis=9223372036854775807>(x)", r"Softmax .* cannot be imported .*: .* of 3 axes has no axis 9"),
         ("s = Shape(x) f = Cast<to=1>(s) g = ReduceSum<keepdims=0>(f) y = Mul(x, g)", "the batch size as a number"),
         (
             """m = ReduceMax<keepdims=0>(x) i = Cast<to=7>(m) zero = Constant<value_int=0>()

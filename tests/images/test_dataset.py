@@ -1,5 +1,6 @@
 """Images from folders, .npz files and iterables; what cannot be used is refused before anything starts."""
 
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,6 +132,12 @@ def cut_short(path: Path) -> None:
     (path / "d.npz").write_bytes(whole[: len(whole) // 2])
 
 
+def half_a_head(path: Path) -> None:
+    head = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2, 6"
+    with zipfile.ZipFile(path / "d.npz", "w") as archive:
+        archive.writestr("x.npy", b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head)
+
+
 BAD_NPZ = {
     "no x": (saved(images=pixels(2, 6, 8)), "has no array 'x' .it has images"),
     "floats": (saved(x=np.zeros((2, 6, 8))), "x is float64 .2, 6, 8. and must be uint8"),
@@ -141,6 +148,7 @@ BAD_NPZ = {
     "labels below zero": (saved(x=pixels(2, 6, 8), y=np.array([0, -1])), "y holds -1"),
     "pickled": (saved(x=np.array([object()])), "it holds pickled objects"),
     "truncated": (cut_short, "it is truncated"),
+    "half a head": (half_a_head, "it is truncated"),
     "text": (lambda path: (path / "d.npz").write_text("hello"), "not an .npz"),
     "a web page": (lambda path: (path / "d.npz").write_text("<!doctype html>"), "d.npz is a web page, not a .npz"),
     "absent": (lambda path: None, "cannot read the .npz .*d.npz: No such file"),

@@ -84,8 +84,8 @@ def _swish(call: Call) -> Node:
 def _softmax(function: Callable[..., Any]) -> Translation:
     def translate(call: Call) -> Node:
         default = -1 if call.opset >= 13 else 1
-        axis, rank = call.attribute("axis", default), len(call.result())
-        if call.opset < 13 and axis % rank != rank - 1:
+        axis = call.axis(default)
+        if call.opset < 13 and axis != len(call.result()) - 1:
             raise call.unsupported("it runs over several axes")
         return call.emit(function, call.operand(0), axis)
 
@@ -120,18 +120,14 @@ def sum_of_squares(value: Tensor, dim: list[int], keepdim: bool) -> Tensor:
 
 def _arg(function: Callable[..., Any]) -> Translation:
     def translate(call: Call) -> Node:
-        return call.emit(
-            function, call.operand(0), call.attribute("axis", 0), keepdim=bool(call.attribute("keepdims", 1))
-        )
+        return call.emit(function, call.operand(0), call.axis(0), keepdim=bool(call.attribute("keepdims", 1)))
 
     return translate
 
 
 def _top_k(call: Call) -> list[Node]:
     count = call.whole_numbers(1)[0] if call.has(1) else call.attribute("k")
-    found = call.emit(
-        torch.topk, call.operand(0), count, call.attribute("axis", -1), bool(call.attribute("largest", 1))
-    )
+    found = call.emit(torch.topk, call.operand(0), count, call.axis(-1), bool(call.attribute("largest", 1)))
     return [call.emit(operator.getitem, found, place) for place in (0, 1)]
 
 
@@ -150,9 +146,7 @@ def _identity(call: Call) -> Node:
 
 
 def _lp_norm(call: Call) -> Node:
-    return call.emit(
-        F.normalize, call.operand(0), p=float(call.attribute("p", 2)), dim=call.attribute("axis", -1), eps=1e-30
-    )
+    return call.emit(F.normalize, call.operand(0), p=float(call.attribute("p", 2)), dim=call.axis(-1), eps=1e-30)
 
 
 _ALIKE: dict[str, Callable[..., Any]] = {

@@ -94,6 +94,13 @@ class Call:
         found = self.node.attributes.get(name)
         return default if found is None else found.value
 
+    def axis(self, default: int) -> int:
+        """The attribute `axis` of the first operand, counted from its first axis. InputError where it has none such."""
+        axis, rank = self.attribute("axis", default), len(self.shape(0))
+        if not -rank <= axis < rank:
+            raise self.unsupported(f"its operand of {rank} axes has no axis {axis}")
+        return axis % rank
+
     @property
     def opset(self) -> int:
         return self.importer.view.prepared.opsets.get("", 1)

@@ -126,7 +126,7 @@ def _batch_norm(call: Call) -> Node:
 
 
 def _layer_norm(call: Call) -> Node:
-    axis = call.attribute("axis", -1) % len(call.shape(0))
+    axis = call.axis(-1)
     shape = list(call.shape(0)[axis:])
     return call.emit(
         F.layer_norm, call.operand(0), shape, call.operand(1), call.operand(2), call.attribute("epsilon", 1e-5)
@@ -134,7 +134,7 @@ def _layer_norm(call: Call) -> Node:
 
 
 def _rms_norm(call: Call) -> Node:
-    axis = call.attribute("axis", -1) % len(call.shape(0))
+    axis = call.axis(-1)
     return call.emit(
         F.rms_norm, call.operand(0), list(call.shape(0)[axis:]), call.operand(1), call.attribute("epsilon", 1e-5)
     )

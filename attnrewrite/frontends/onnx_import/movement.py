@@ -64,18 +64,18 @@ def _slice(call: Call) -> Node:
 
 
 def _split(call: Call) -> list[Node]:
-    axis = call.attribute("axis", 0)
+    axis = call.axis(0)
     sizes = [call.result(place)[axis] for place in range(len(call.node.outputs))]
     parts = call.emit(torch.split, call.operand(0), sizes, axis)
     return [call.emit(operator.getitem, parts, place) for place in range(len(sizes))]
 
 
 def _concat(call: Call) -> Node:
-    return call.emit(torch.cat, call.operands(), call.attribute("axis", 0))
+    return call.emit(torch.cat, call.operands(), call.axis(0))
 
 
 def _gather(call: Call) -> Node:
-    axis = call.attribute("axis", 0) % len(call.shape(0))
+    axis = call.axis(0)
     if not call.importer.view.is_constant(call.name(1)):
         if call.shape(1) and len(call.shape(1)) == 1:
             return call.emit(torch.index_select, call.operand(0), axis, call.operand(1))
@@ -103,7 +103,7 @@ def _reshaped(call: Call, value: Node) -> Node:
 
 
 def _gather_elements(call: Call) -> Node:
-    return call.emit(torch.gather, call.operand(0), call.attribute("axis", 0), call.operand(1))
+    return call.emit(torch.gather, call.operand(0), call.axis(0), call.operand(1))
 
 
 def gather_nd(data: Tensor, indices: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def _scatter_elements(call: Call) -> Node:
     if how not in ("none", "add"):
         raise call.unsupported(f"it reduces by {how}")
     scatter = torch.scatter if how == "none" else torch.scatter_add
-    return call.emit(scatter, data, call.attribute("axis", 0), indices, updates)
+    return call.emit(scatter, data, call.axis(0), indices, updates)
 
 
 def _trilu(call: Call) -> Node:
