@@ -1,5 +1,6 @@
 """Picture files as arrays of a model's input size, the way timm reads them for evaluation."""
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from attnrewrite.images.preprocessing import Preprocessing, Size
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _NAMED = 5
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # what is wrong with a picture is said here, and once
 _UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises
 
 
