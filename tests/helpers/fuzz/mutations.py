@@ -136,7 +136,8 @@ def _nearby(value: Any, random: Random) -> Any:
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int | float):
-        return random.choice((value + 1, value - 1, -value, value * 2, value / 3, str(value), [value]))
+        third = value / 3 if abs(value) < 1e300 else value // 3  # no float is as large as an integer can be
+    return random.choice((value + 1, value - 1, -value, value * 2, third, str(value), [value]))
     if isinstance(value, str) and value:
         place = random.randrange(len(value))
         return value[:place] + random.choice("aZ0/:\\. \0é") + value[place + 1 :]
