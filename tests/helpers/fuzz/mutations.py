@@ -137,7 +137,7 @@ def _nearby(value: Any, random: Random) -> Any:
         return not value
     if isinstance(value, int | float):
         third = value / 3 if abs(value) < 1e300 else value // 3  # no float is as large as an integer can be
-    return random.choice((value + 1, value - 1, -value, value * 2, third, str(value), [value]))
+        return random.choice((value + 1, value - 1, -value, value * 2, third, str(value), [value]))
     if isinstance(value, str) and value:
         place = random.randrange(len(value))
         return value[:place] + random.choice("aZ0/:\\. \0é") + value[place + 1 :]
