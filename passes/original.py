@@ -2,7 +2,7 @@
 is the model on inputs that it was not captured on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import CheckFailedError, InputError, first_line
 from attnrewrite.passes.draws import Draw
-from attnrewrite.passes.verify import HALF_STEPS, MOST_TURNED, known_error, outputs, turned
+from attnrewrite.passes.verify import HALF_STEPS, MOST_TURNED, Run, known_error, outputs, turned
+from attnrewrite.passes.wide import Recording
 
 GRAPH_TOLERANCE = 1e-4  # the graph's operations are the model's own, but for the order of the sums in an einsum
 
@@ -37,10 +38,12 @@ def require_lasting_buffers(name: str, model: nn.Module, example: Sequence[Tenso
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a graph is from its model at most, the draws that both took, and why the model took no others."""
+    """How far a graph is from its model at most, what it did on the draws that both took, and why the model took no
+    others.
+    """
 
     error: float
-    draws: tuple[Draw, ...]
+    runs: tuple[Run, ...]
     refused: Mapping[str, str]
 
 
@@ -69,23 +72,26 @@ def _no_number(tensor: Tensor) -> str | None:
 
 
 @torch.no_grad()
-def agreement(name: str, model: nn.Module, graph: GraphModule, draws: Sequence[Draw]) -> Agreement:
-    """Whether `graph`, captured from `model`, gives the model's outputs on each of `draws` that the model takes.
+def agreement(
+    name: str, model: nn.Module, graph: GraphModule, draws: Sequence[Draw], values: Collection[str] = ()
+) -> Agreement:
+    """Whether `graph`, captured from `model`, gives the model's outputs on each of `draws` that the model takes; the
+    `values` of these nodes are kept of each run.
 
     Raises:
         InputError: the model draws random numbers as it runs, or takes none of the draws.
         CheckFailedError: the outputs differ by more than GRAPH_TOLERANCE (in half precision, HALF_STEPS of its
             rounding, twice): what ran on the example was frozen.
     """
-    taken, refused, most = [], {}, 0.0
+    recording, runs, refused, most = Recording(graph, values), [], {}, 0.0
     for draw in draws:
         try:
             answer = model(*draw.inputs)
         except Exception as error:  # a model refuses an input in its own words
             refused[draw.name] = first_line(error)
             continue
-        taken.append(draw)
-        difference = _difference(graph, draw, answer)
+        runs.append(_run(recording, draw))
+        difference = _difference(runs[-1].answer, answer)
         allowed = max(GRAPH_TOLERANCE, *(2 * HALF_STEPS * _rounding(each) for each in outputs(answer)), 0.0)
         if not difference <= allowed:
             _require_repeatable(name, graph, draw)
@@ -96,22 +102,25 @@ def agreement(name: str, model: nn.Module, graph: GraphModule, draws: Sequence[D
                 "inputs by tensors alone"
             )
         most = max(most, difference)
-    if len(taken) < 2:
+    if len(runs) < 2:
         raise InputError(
             f"{name} takes none of the inputs that were drawn to check it ({next(iter(refused.values()), 'none')}): "
             "give an example in which every input shows the values that it may have"
         )
-    return Agreement(most, tuple(taken), refused)
+    return Agreement(most, tuple(runs), refused)
 
 
-def _difference(graph: GraphModule, draw: Draw, answer: Any) -> float:
+def _run(recording: Recording, draw: Draw) -> Run:
     try:
-        result = graph(*draw.inputs)
+        return Run.of(recording, draw)
     except Exception as error:
         raise CheckFailedError(
             f"the graph that torch.export captured does not take {draw.name}, which the model does "
             f"({first_line(error)}): it fixed a size or a type as the example had it"
         ) from error
+
+
+def _difference(result: Any, answer: Any) -> float:
     found, wanted = outputs(result), outputs(answer)
     if [each.shape for each in found] != [each.shape for each in wanted] or turned(result, answer) > MOST_TURNED:
         return float("inf")

@@ -290,6 +290,8 @@ _WHOLE_ROWS = {"eq": ("", "all", "not any not"), "isnan": ("", "any", "all", "no
 def varying_axis(graph: GraphView, product: str, path: tuple[str, ...], axis: int) -> str:
     """Which axis of `product` runs along `axis` at the end of `path`: "row", "column", "lead" or "mixed"."""
     index = push(graph, product, path)
+    if not index.size:
+        return "mixed"
     shape = graph.shape(product)
     line = np.moveaxis(index, axis, -1).reshape(-1, index.shape[axis])
     line = line[(line >= 0).all(axis=1)]

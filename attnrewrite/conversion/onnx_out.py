@@ -12,7 +12,7 @@ from attnrewrite.frontends.batches import repeated
 from attnrewrite.frontends.onnx_file import open_sizes
 from attnrewrite.frontends.onnx_import.importer import TOLERANCE, difference
 from attnrewrite.passes.onnx.rewrite import OnnxRewrite
-from attnrewrite.patterns.onnx.files import read_model
+from attnrewrite.patterns.onnx.files import quiet_ir, read_model
 from attnrewrite.patterns.onnx.sizes import real_inputs
 from attnrewrite.plan import Plan
 
@@ -34,7 +34,8 @@ def write_file(
     )
     if not large:
         ir.external_data.load_to_model(result)  # weights that lay beside the source are no part of the folder
-    ir.save(result, out, external_data=f"{out.name}.data" if large else None)
+    with quiet_ir():
+        ir.save(result, out, external_data=f"{out.name}.data" if large else None)
     try:
         onnx.checker.check_model(out, full_check=True)
     except Exception as error:  # onnx raises several kinds

@@ -15,7 +15,7 @@ from attnrewrite.passes.draws import Draw, drawn
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.in_batches import InBatches
 from attnrewrite.passes.original import agreement, require_lasting_buffers, require_numbers
-from attnrewrite.passes.verify import SiteError, rewriting_error, site_errors
+from attnrewrite.passes.verify import SiteError, compared_values, rewriting_error, site_errors
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.plan import Placement, Plan
@@ -54,23 +54,25 @@ def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSi
     started = time.perf_counter()
     size = fixed_batch(source)
     model = _runnable(source) if size is None else InBatches(_runnable(source), size)
-    agreed = agreement(source.name, model, graph, drawn(graph, source.example_inputs))
-    errors, answers = site_errors(graph, teacher, scanned.scan, agreed.draws)
+    values = compared_values(teacher, scanned.scan)
+    agreed = agreement(source.name, model, graph, drawn(graph, source.example_inputs), values)
+    errors = site_errors(graph, teacher, scanned.scan, agreed.runs)
     faults = {site: each.fault for site, each in errors.items() if each.fault is not None}
     if faults and (not keep_bad or len(faults) == len(sites)):
         site, fault = next(iter(faults.items()))
         raise CheckFailedError(fault, site=site)
     if faults:
         teacher = with_softmax(scanned, [site for site in sites if site.id not in faults])
-    rewriting = rewriting_error(teacher, agreed.draws[-1], answers[-1])
+    rewriting = rewriting_error(graph, teacher, agreed.runs[-1])
+    draws = tuple(run.draw for run in agreed.runs)
     report = {
         "seconds": round(time.perf_counter() - started, 3),
-        "draws": [draw.name for draw in agreed.draws],
+        "draws": [draw.name for draw in draws],
         "draws_refused": dict(agreed.refused),
         "graph_error": agreed.error,
         "rewriting_error": rewriting,
     }
-    return Proof(teacher, errors, faults, agreed.draws, report)
+    return Proof(teacher, errors, faults, draws, report)
 
 
 def with_softmax(scanned: Scanned[FxGraph], sites: Sequence[AttentionSite]) -> GraphModule:

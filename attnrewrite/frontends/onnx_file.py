@@ -35,7 +35,8 @@ def load_file(path: Path, size: tuple[int, ...] | None = None) -> tuple[GraphMod
     """
     model = read_model(path)
     module, inputs = import_model(model, open_sizes(model, size))
-    is_open = all(value.shape is not None and not isinstance(value.shape[0], int) for value in real_inputs(model.graph))
+    batches = [next(iter(value.shape), 0) for value in real_inputs(model.graph) if value.shape is not None]
+    is_open = len(batches) == len(inputs) and not any(isinstance(batch, int) for batch in batches)
     found = scan_onnx(OnnxGraph(model, open_sizes(model, size)), path.stem)
     return module, tuple(tensor[:1] for tensor in inputs) if is_open else inputs, found
 

@@ -1,8 +1,9 @@
 """Reading ONNX files that others wrote: refused in one line where they are damaged, or reach outside their folder."""
 
+import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,10 +36,11 @@ def read_model(path: Path) -> ir.Model:
         raise InputError(f"{path}: holds no graph; export it again")
     for initialiser in proto.graph.initializer:
         _check_stored(path, initialiser)
+    opsets = {_domain(opset.domain): opset.version for opset in proto.opset_import}
     for node in proto.graph.node:
-        _check_attributes(path, node)
+        _check_node(path, node, opsets)
     try:
-        with _quiet():
+        with quiet_ir():
             model = ir.serde.deserialize_model(proto)
     except Exception as error:  # onnx_ir raises many kinds
         raise InputError(f"{path}: not a sound ONNX model: {_innermost(error)}") from error
@@ -83,17 +85,43 @@ def _check_stored(path: Path, tensor: onnx.TensorProto) -> None:
         raise InputError(f"{what}, its dimensions {list(tensor.dims)} need {wanted}; export it again")
 
 
-def _check_attributes(path: Path, node: onnx.NodeProto) -> None:
-    """Whether each attribute is given once: of two, readers take different ones."""
+def _check_node(path: Path, node: onnx.NodeProto, opsets: Mapping[str, int]) -> None:
+    """Whether it has as many operands and results as its operator, and each attribute once and of a type: of two,
+    readers take different ones.
+    """
+    where = f"{path}: node {node.name!r} ({node.op_type})"
+    schema = schema_of(node.op_type, opsets.get(_domain(node.domain), 0), _domain(node.domain))
+    if schema is not None:
+        for what, given, least, most in (
+            ("inputs", node.input, schema.min_input, schema.max_input),
+            ("outputs", node.output, schema.min_output, schema.max_output),
+        ):
+            if not least <= len(given) <= most:
+                wanted = f"at least {least}" if most > len(given) else f"at most {most}"
+                raise InputError(f"{where} has {len(given)} {what}, and its operator {wanted}; export it again")
     seen: set[str] = set()
     for attribute in node.attribute:
         if attribute.name in seen:
-            where = f"{path}: node {node.name!r} ({node.op_type})"
             raise InputError(f"{where} has the attribute {attribute.name!r} twice; export it again")
+        if attribute.type == onnx.AttributeProto.UNDEFINED:
+            raise InputError(f"{where} has an attribute {attribute.name!r} of no type; export it again")
         seen.add(attribute.name)
         for inner in (attribute.g, *attribute.graphs):
             for each in inner.node:
-                _check_attributes(path, each)
+                _check_node(path, each, opsets)
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+@functools.cache
+def schema_of(operator: str, version: int, domain: str) -> onnx.defs.OpSchema | None:
+    """What ONNX says of an operator; None of those that are not its own."""
+    try:
+        return onnx.defs.get_schema(operator, version, domain)
+    except onnx.defs.SchemaError:
+        return None
 
 
 def _check_external(path: Path, tensor: ir.ExternalTensor) -> None:
@@ -130,7 +158,7 @@ def _attribute_tensors(node: ir.Node) -> Iterator[ir.ExternalTensor]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_ir() -> Iterator[None]:
     """onnx_ir remarks on what it mends; what it cannot mend is told as an error."""
     logger = logging.getLogger("onnx_ir")
     level = logger.level

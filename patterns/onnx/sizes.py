@@ -4,7 +4,6 @@ Each node is asked on its own: onnx's shape inference, given the sizes of its op
 ones (the shapes that exporters compute in the graph), answers exactly where whole-graph inference gives symbols.
 """
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from onnx.reference.ops import load_op
 from onnx.shape_inference import InferenceError, infer_node_outputs
 
 from attnrewrite.errors import AttnRewriteError, InputError, first_line
+from attnrewrite.patterns.onnx.files import schema_of
 
 Size = tuple[int, ...]
 _SMALL = 4096  # elements up to which a value may be some operand's shape
@@ -190,18 +190,10 @@ def _foreign(sizes: Sizes, node: ir.Node) -> None:
             sizes.set(output, first, sizes.dtype[_name(node.inputs[0])])  # type: ignore[arg-type]
 
 
-@functools.cache
-def _schema(op_type: str, version: int, domain: str) -> onnx.defs.OpSchema | None:
-    try:
-        return onnx.defs.get_schema(op_type, version, domain)
-    except onnx.defs.SchemaError:
-        return None
-
-
 def _infer(sizes: Sizes, node: ir.Node, opsets: Mapping[str, int]) -> Iterable[tuple[Size, int] | None]:
     domain = "" if node.domain == "ai.onnx" else node.domain
     version = opsets.get(domain, opsets.get("ai.onnx", 1) if not domain else 1)
-    schema = _schema(node.op_type, version, domain)
+    schema = schema_of(node.op_type, version, domain)
     if schema is None:
         return [None] * len(node.outputs)
     names = [_name(operand) for operand in node.inputs if operand is not None]

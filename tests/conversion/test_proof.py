@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import attnrewrite as ar
 from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
 from attnrewrite.frontends.sources import load_source
-from attnrewrite.passes.verify import float64_errors, rewritten_sites
+from attnrewrite.passes.verify import IDENTITY_TOLERANCE, float64_errors, relative_error, rewritten_sites
 from attnrewrite.variants.registry import get_variant
 
 
@@ -106,6 +106,21 @@ def test_the_report_says_what_was_checked() -> None:
     assert checks["draws_refused"] == {}
     assert checks["seconds"] > 0
     assert max(checks["graph_error"], checks["rewriting_error"]) < 1e-5
+
+
+def test_float64_decides_where_large_scores_are_rounded() -> None:
+    class Sharp(Odd):
+        """The scale stands elsewhere than softmax re-emitted has it."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = self.qkv(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            scores = (query * 300) @ (key * 7).transpose(2, 3)
+            return self.proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+    sharp = Sharp()
+    done = ar.convert(sharp, TOKENS, variant="softmax")
+    assert relative_error(done.module(*TOKENS), sharp(*TOKENS)) > IDENTITY_TOLERANCE
+    assert done.report["sites"][0]["identity_error"] < IDENTITY_TOLERANCE / 100
 
 
 def test_a_site_whose_check_fails_can_be_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,16 @@
-"""Several inputs side by side give what each gives alone, and so does what depends on none of them."""
+"""A graph run node by node is the graph, and in float64 what a wide copy of it gives; named values are kept."""
+
+import copy
 
 import torch
 from torch import Tensor, nn
 
 from attnrewrite.frontends.capture import capture
-from attnrewrite.passes.wide import Wide, WideSideBySide
+from attnrewrite.passes.wide import Recording, Wide
 
 
 class Biased(nn.Module):
-    """x [B, 3] to a sum, a pair that is split, and a table of as many rows as there are runs."""
+    """x [B, 3] to a sum, a pair that is split, and a table that no input reaches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,17 +19,18 @@ class Biased(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         one, other = self.map(x).chunk(2, -1)
-        return torch.cat([other, one], -1) + self.table.exp()[0], other.mean()
+        return torch.cat([other, one], -1) + self.table.exp()[0], other.mean().float()
 
 
-def test_runs_side_by_side_are_those_of_each_alone() -> None:
-    runs = [(torch.randn(2, 3),), (torch.randn(5, 3),)]
-    graph = capture("biased", Biased(), runs[0]).module
-    names = [node.name for node in graph.graph.nodes if node.op != "output"]
-    together = WideSideBySide(graph, names)
-    answers = together.run(*runs)
-    for index, given in enumerate(runs):
-        alone = Wide(graph, names)
-        torch.testing.assert_close(answers[index], alone.run(*given), rtol=0, atol=0)
-        for name in names:
-            torch.testing.assert_close(together.kept[name][index], alone.kept[name], rtol=0, atol=0)
+def test_a_graph_node_by_node_gives_what_it_gives_and_keeps_what_is_named() -> None:
+    given = (torch.randn(2, 3),)
+    graph = capture("biased", Biased(), given).module
+    linear = next(node.name for node in graph.graph.nodes if "linear" in str(node.target))
+    for recording, kind in ((Recording(graph, [linear]), torch.float32), (Wide(graph, [linear]), torch.float64)):
+        reference = copy.deepcopy(graph).to(kind)
+        answer = recording.run(*given)
+        wanted = reference(given[0].to(kind))
+        torch.testing.assert_close(answer[0], wanted[0], rtol=0, atol=0)
+        assert answer[1].dtype == kind  # a cast to float32 in the graph is one to float64 here
+        assert list(recording.kept) == [linear]
+        torch.testing.assert_close(recording.kept[linear], reference.map(given[0].to(kind)), rtol=0, atol=0)

@@ -20,6 +20,7 @@ from attnrewrite.frontends.onnx_import.call import Call, Translation, torch_dtyp
 from attnrewrite.frontends.onnx_import.layers import LAYERS
 from attnrewrite.frontends.onnx_import.movement import MOVES
 from attnrewrite.passes.verify import relative_error
+from attnrewrite.patterns.onnx.files import quiet_ir
 from attnrewrite.patterns.onnx.graph import OnnxGraph
 from attnrewrite.patterns.onnx.operators import SHAPE_ONLY
 from attnrewrite.patterns.onnx.recognise import attribute_name
@@ -76,7 +77,7 @@ def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -
         import onnxruntime
     except ImportError as error:
         raise InputError("onnxruntime is not installed (pip install 'attnrewrite[onnx]')") from error
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, quiet_ir():
         path = Path(folder) / "model.onnx"
         ir.save(model, path, external_data="model.data", format="protobuf")
         options = onnxruntime.SessionOptions()

@@ -38,9 +38,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         _prepare(Path(folder), given.kind or list(SUBJECTS))
         if given.case is not None:
+            verdict = _judge((given.kind[0], given.case, given.seed))
             os.environ["ATTNREWRITE_DEBUG"] = "1"
-            print(_judge((given.kind[0], given.case, given.seed)))
-            return 0
+            print(verdict, _judge((given.kind[0], given.case, given.seed)).told, sep="\n")
+            return int(verdict.outcome not in SOUND)
         cases = _shared_out(given.cases, given.kind or list(SUBJECTS), given.seed)
         started = time.monotonic()
         with multiprocessing.get_context("fork").Pool(given.jobs) as pool:

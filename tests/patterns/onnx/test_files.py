@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx_spellings import SPELLINGS, proto
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, NothingMatchedError
 from attnrewrite.patterns.onnx.files import read_model
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
 
@@ -106,6 +106,18 @@ def ambiguous(folder: Path) -> Path:
     return written(folder / "model.onnx", model)
 
 
+def untyped(folder: Path) -> Path:
+    model = proto(PLAIN, 17)
+    model.graph.node[0].attribute.add(name="odd")
+    return written(folder / "model.onnx", model)
+
+
+def with_three_inputs(folder: Path) -> Path:
+    model = proto(PLAIN, 17)
+    model.graph.node[0].input.append("x")
+    return written(folder / "model.onnx", model)
+
+
 def external(location: str, length: int = 1024) -> Callable[[Path], Path]:
     """A model whose first weight is said to lie in `location`."""
 
@@ -135,6 +147,8 @@ BAD = {
     unmade: r"node 'node0' \(Add\) reads 'nothing', which nothing makes",
     twice: "not a sound ONNX model: Output 'y' is redeclared",
     ambiguous: r"has the attribute '\w+' twice",
+    untyped: "has an attribute 'odd' of no type",
+    with_three_inputs: r"node 'node0' \(\w+\) has 3 inputs, and its operator at most 2",
     mistyped: r"node 'node1' \(MatMul\) does not take its operands",
     misshapen: r"node 'node0' \(MatMul\) does not take its operands \(x 2x10x16, seven 7x7\)",
     short_weight: r"initialiser 'bk' has 64 bytes, its dimensions \[1099511627776\] need",
@@ -154,6 +168,16 @@ def test_a_bad_file_is_refused_in_one_line(make: Callable[[Path], Path], message
     with pytest.raises(InputError, match=message) as caught:
         explain(make(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["float x", "float[0,10,16] x"])
+def test_inputs_without_axes_or_elements_are_refused_or_hold_no_attention(given: str, tmp_path: Path) -> None:
+    """Products of nothing have no axes that anything varies along."""
+    path = written(tmp_path / "model.onnx", proto(PLAIN, 17, given))
+    try:
+        assert not explain(path)
+    except (InputError, NothingMatchedError) as error:
+        assert "\n" not in str(error)
 
 
 def test_a_value_of_unknown_size_is_named() -> None:
