@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_map
 
+M = TypeVar("M", bound=nn.Module)
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -58,5 +59,5 @@ class Wide(Recording):
         return wide_copy(self.fetch_attr(target))(*args, **kwargs)
 
 
-def wide_copy(module: nn.Module) -> nn.Module:
+def wide_copy(module: M) -> M:
     return copy.deepcopy(module).double()

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -174,10 +175,8 @@ def test_a_bad_file_is_refused_in_one_line(make: Callable[[Path], Path], message
 def test_inputs_without_axes_or_elements_are_refused_or_hold_no_attention(given: str, tmp_path: Path) -> None:
     """Products of nothing have no axes that anything varies along."""
     path = written(tmp_path / "model.onnx", proto(PLAIN, 17, given))
-    try:
+    with suppress(InputError, NothingMatchedError):
         assert not explain(path)
-    except (InputError, NothingMatchedError) as error:
-        assert "\n" not in str(error)
 
 
 def test_a_value_of_unknown_size_is_named() -> None:
