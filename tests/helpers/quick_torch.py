@@ -1,8 +1,13 @@
 """What torch makes anew at every trace, made once: some tenth of a second each, more than a small model takes itself.
 
-Nothing that is traced changes: torch's own functions fill what is kept here.
+Nothing that is traced changes: torch's own functions fill what is kept here. A model of the tests that was exported
+before, with the same weights and inputs, is not exported again: each asker has a copy of that program.
 """
 
+import copy
+import hashlib
+import io
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -10,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch._dynamo.config
+from torch import Tensor, nn
 from torch._export import utils
 from torch._subclasses.fake_impls import op_implementations_dict
-from torch.export import _trace, exported_program
+from torch.export import ExportedProgram, _trace, exported_program
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 _torchs_own_override = exported_program._override_composite_implicit_decomp
 _torchs_own_export = _trace._export
 _made: dict[tuple[Any, object], tuple[dict, Callable]] = {}
+_exported: dict[str | None, Any] = {}
+_MOST_KEPT = 2_000_000  # weights, of a model that is held for the next that asks
 
 
 @contextmanager
@@ -50,9 +58,77 @@ def _key(operator: Any, function: Callable) -> tuple[Any, object]:
 
 def _export(module: Any, args: Any, kwargs: Any = None, dynamic_shapes: Any = None, **options: Any) -> Any:
     """With open sizes every operation is computed twice: the second time for a cache that is hardly ever hit."""
+    key = _content((module, args, kwargs, dynamic_shapes, options)) if _is_of_the_tests(module) else None
+    if key in _exported and _exported[key].still_true():
+        return _exported[key].program(module, args, kwargs)
     cached = torch._dynamo.config.fake_tensor_cache_enabled and not dynamic_shapes
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=cached):
-        return _torchs_own_export(module, args, kwargs, dynamic_shapes, **options)
+        program = _torchs_own_export(module, args, kwargs, dynamic_shapes, **options)
+    if key is not None:
+        _exported[key] = _Exported(program)
+    return program
+
+
+def _is_of_the_tests(module: Any) -> bool:
+    """Whether it is small, and nothing of the project is in it: what tests replace there must reach exports, too."""
+    ours = ("attnrewrite.", "torch.fx.")
+    if not isinstance(module, nn.Module) or any(type(part).__module__.startswith(ours) for part in module.modules()):
+        return False
+    return sum(tensor.numel() for tensor in module.state_dict().values()) < _MOST_KEPT
+
+
+def _content(of: Any) -> str | None:
+    """A digest of all that it is made of; None of what cannot be written down, as a class inside of a function."""
+    stream = io.BytesIO()
+    try:
+        _Writer(stream, protocol=5).dump(of)
+    except Exception:  # objects refuse to be pickled in many ways
+        return None
+    return hashlib.sha256(stream.getvalue()).hexdigest()
+
+
+class _Writer(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        numbers = obj.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return type(obj), (str(obj.dtype), tuple(obj.shape), obj.stride(), obj.requires_grad, numbers)
+
+
+class _Exported:
+    """A program as it was exported, for models like the one that it was exported from."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._own = _copied(program, program.state_dict, program.example_inputs)
+        self._sizes = self._known_sizes()
+
+    def still_true(self) -> bool:
+        """Whether nobody has since asked a question about an open size that settles it."""
+        return self._sizes == self._known_sizes()
+
+    def program(self, module: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
+        return _copied(self._own, module.state_dict(keep_vars=True), (tuple(args), dict(kwargs or {})))
+
+    def _known_sizes(self) -> tuple[Any, ...]:
+        vals = [node.meta.get("val") for node in self._own.graph.nodes if node.op == "placeholder"]
+        modes = {id(val.fake_mode): val.fake_mode for val in vals if hasattr(val, "fake_mode")}
+        envs = [mode.shape_env for mode in modes.values() if mode.shape_env is not None]
+        return tuple((len(env.guards), dict(env.replacements)) for env in envs)
+
+
+def _copied(program: ExportedProgram, state: Mapping[str, Any], inputs: Any) -> ExportedProgram:
+    constants = {name: each.clone() if isinstance(each, Tensor) else each for name, each in program.constants.items()}
+    return ExportedProgram(
+        root=program.graph_module,
+        graph=copy.deepcopy(program.graph),
+        graph_signature=copy.deepcopy(program.graph_signature),
+        state_dict={name: state[name] for name in program.state_dict},
+        range_constraints=dict(program.range_constraints),
+        module_call_graph=copy.deepcopy(program.module_call_graph),
+        example_inputs=inputs,
+        constants=constants,
+        verifiers=program.verifiers,
+    )
 
 
 def _set_kernels(operator: Any, kernels: dict) -> None:
