@@ -59,7 +59,9 @@ def measured(name: str, variant: str, times: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=["deit_tiny_patch16_224", "deit_small_patch16_224"], help="timm models")
+    parser.add_argument(
+        "--models", nargs="*", default=["deit_tiny_patch16_224", "deit_small_patch16_224"], help="timm models"
+    )
     parser.add_argument("--variant", default="l1")
     parser.add_argument("--times", type=int, default=3)
     given = parser.parse_args()

@@ -21,6 +21,10 @@ Size = tuple[int, ...]
 _SMALL = 4096  # elements up to which a value may be some operand's shape
 _MOST_ELEMENTS = 1 << 33
 _FLOAT = onnx.TensorProto.FLOAT
+_FIRST_WRITTEN = {
+    "QuantizeLinear": 19,
+    "DequantizeLinear": 19,
+}  # by the reference; on bytes nothing had changed by then
 # com.microsoft operators that keep their first operand's size
 _KEEPING = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasAdd", "SkipLayerNormalization"})
 PRIVATE = "attnrewrite"  # the domain of the one operator that stands for every fused attention
@@ -136,7 +140,8 @@ def evaluate(node: ir.Node, arrays: Sequence[np.ndarray | None], opsets: Mapping
     if node.op_type == "ScatterND" and "reduction" not in node.attributes:
         return [_scattered(*arrays)]  # type: ignore[arg-type]
     try:
-        run = load_op(node.domain, node.op_type, opsets.get(node.domain, 1))
+        version = max(opsets.get(node.domain, 1), _FIRST_WRITTEN.get(node.op_type, 1))
+        run = load_op(node.domain, node.op_type, version)
         attributes = {name: _plain(attribute) for name, attribute in node.attributes.items()}
         result = run.eval(*arrays, n_outputs=len(node.outputs), **attributes)
     except Exception as error:  # reference implementations raise what numpy raises

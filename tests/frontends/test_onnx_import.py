@@ -307,6 +307,10 @@ def test_an_imported_attention_is_the_same_site(name: str) -> None:
             "n, m = LayerNormalization(x, bq, bk) y = Add(n, m)",
             r"LayerNormalization \(node 'node0', opset 17\) cannot be imported .*: its output 'm' is read",
         ),
+        (
+            "one = Constant<value_float=0.5>() i = QuantizeLinear(x, one) y = DequantizeLinear(i, one)",
+            r"QuantizeLinear \(node 'node1', opset 17\) cannot be imported .*: .* give the model before quantization",
+        ),
         ("y = Hardmax(x)", r"Hardmax \(node 'node0', opset 17\) cannot be imported .*: no translation is known"),
         ("y = Softmax<axis=9223372036854775807>(x)", r"Softmax .* cannot be imported .*: .* of 3 axes has no axis 9"),
         ("s = Shape(x) f = Cast<to=1>(s) g = ReduceSum<keepdims=0>(f) y = Mul(x, g)", "the batch size as a number"),

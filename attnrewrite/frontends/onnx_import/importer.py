@@ -22,7 +22,7 @@ from attnrewrite.frontends.onnx_import.movement import MOVES
 from attnrewrite.passes.verify import relative_error
 from attnrewrite.patterns.onnx.files import quiet_ir
 from attnrewrite.patterns.onnx.graph import OnnxGraph
-from attnrewrite.patterns.onnx.operators import SHAPE_ONLY
+from attnrewrite.patterns.onnx.operators import QUANTISED, SHAPE_ONLY
 from attnrewrite.patterns.onnx.recognise import attribute_name
 from attnrewrite.patterns.onnx.sizes import reading, real_inputs
 
@@ -205,7 +205,8 @@ class _Importer:
         known = node.domain in ("", "ai.onnx", "attnrewrite", "com.microsoft")
         translation = TRANSLATIONS.get(node.op_type) if known else None
         if translation is None:
-            raise call.unsupported("no translation is known")
+            quantised = "it computes on quantized numbers; give the model before quantization"
+            raise call.unsupported(quantised if node.op_type in QUANTISED else "no translation is known")
         for value in node.outputs:
             if value.name and not self.view.is_sized(value.name):
                 raise call.unsupported("the size of its result depends on the data")

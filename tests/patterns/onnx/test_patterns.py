@@ -57,6 +57,13 @@ NEAR_MISSES = {
         "unsupported-operator",
     ),
     "a quantized softmax": (17, "y = com.microsoft.QLinearSoftmax<opset=13>(x, root, root)", "quantized"),
+    "quantized scores, and a quantized constant that scales them": (
+        17,
+        _SCORES
+        + "ic = QuantizeLinear(root, root)\n c = DequantizeLinear(ic, root)\n i = QuantizeLinear(s, root)\n"
+        + "e = DequantizeLinear(i, root)\n f = Mul(e, c)\n p = Softmax(f)\n y = MatMul(p, v)",
+        "quantized",
+    ),
     "quantized scores": (
         17,
         _SCORES + "i = QuantizeLinear(s, root)\n d = DequantizeLinear(i, root)\n p = Softmax(d)\n y = MatMul(p, v)",
