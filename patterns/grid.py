@@ -1,9 +1,11 @@
 """Tokens that are an image: how many rows and columns, and how many tokens stand before them."""
 
+from functools import partial
+
 import numpy as np
 
-from attnrewrite.patterns.graph import GraphView
-from attnrewrite.patterns.provenance import FILL, Tracer, mixed_radix
+from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.patterns.provenance import FILL, Crossed, Tracer, mixed_radix
 from attnrewrite.patterns.relations import ancestors
 from attnrewrite.site import Grid, Projection
 
@@ -63,9 +65,18 @@ def _joined_after(graph: GraphView, values: tuple[str, ...], tokens: int, prefix
 
 
 def _window_grid(graph: GraphView, strict: Tracer, query: Projection, tokens: int) -> Grid | None:
+    """The rows and columns of each window: as its tokens are taken from a map just before the query, or, like
+    MobileViT's patches, once for a whole stack of layers.
+    """
+    return _rows_of_a_window(strict, query, tokens) or _rows_of_a_window(
+        Tracer(graph, partial(_same_token, graph)), query, tokens
+    )
+
+
+def _rows_of_a_window(tracer: Tracer, query: Projection, tokens: int) -> Grid | None:
     assert query.input is not None
     layout = query.input.layout
-    index = strict.trace(query.input.value).index
+    index = tracer.trace(query.input.value).index
     order = (*layout.batch, *layout.heads, *layout.tokens, *layout.channels)
     first = index.reshape([size if size != -1 else -1 for size in layout.split]).transpose(order)
     line = first.reshape(-1, tokens, first.shape[-1])[0, :, 0]
@@ -75,3 +86,16 @@ def _window_grid(graph: GraphView, strict: Tracer, query: Projection, tokens: in
     if digits is None or len(digits) != 2 or np.prod([size for size, _ in digits]) != tokens:
         return None
     return Grid(digits[0][0], digits[1][0])
+
+
+def _same_token(graph: GraphView, operation: Operation) -> Crossed | None:
+    """Back through what leaves each token in its place: norms, constants that are added, and residual sums, where one
+    operand is made from the other.
+    """
+    if operation.kind == "norm":
+        return Crossed(operation.inputs[0])
+    live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
+    if operation.name != "add" or len({graph.shape(operand) for operand in live}) != 1:
+        return None
+    kept = [one for one in live if all(one in ancestors(graph, other) for other in live)]
+    return Crossed(kept[0]) if kept else None

@@ -1,4 +1,4 @@
-"""Tokens of a stage whose one window is the whole map: an image where a feature map behind them is the same picture."""
+"""Tokens that are an image: of a stage whose one window is the whole map, and of patches taken once for many layers."""
 
 import pytest
 import torch
@@ -43,3 +43,27 @@ def test_the_grid_of_a_stage_that_is_one_window(case: str) -> None:
     (site,) = explain(Stage(before, after, by_columns).eval(), (torch.randn(1, 8, *before),))
     assert site.windows == 1
     assert site.grid == expected
+
+
+class Patches(nn.Module):
+    """[B, 8, 6, 8], of whose 2x2 patches each pixel attends to its like in the others, in two layers."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.between, self.stem, self.place = between, nn.Conv2d(8, 8, 1), nn.Parameter(torch.randn(12, 8))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=each) for each in (True, False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).view(-1, 8, 3, 2, 4, 2).permute(0, 3, 5, 2, 4, 1).reshape(-1, 12, 8) + self.place
+        x = self.layers[0](x)
+        x = {"nothing": x, "flipped": x.flip(1), "mixed": (x.mT @ x.new_ones(12, 12)).mT}[self.between]
+        return self.layers[1](x)
+
+
+@pytest.mark.parametrize(("between", "second"), [("nothing", Grid(3, 4)), ("flipped", None), ("mixed", None)])
+def test_patches_stay_a_grid_as_long_as_each_stays_in_its_place(between: str, second: Grid | None) -> None:
+    sites = explain(Patches(between).eval(), (torch.randn(1, 8, 6, 8),))
+    assert [site.windows for site in sites] == [4, 4]
+    assert [site.grid for site in sites] == [Grid(3, 4), second]
