@@ -20,12 +20,40 @@ from attnrewrite.variants.parts.foldable import Affine
 from attnrewrite.variants.parts.form import FoldableMaps
 from attnrewrite.variants.parts.tensors import as_type
 
+Groups = tuple[tuple[int, ...], ...]  # axes of a layout's split view that are read as one
+
 
 def read(tensor: Tensor, layout: Layout) -> Tensor:
     """A tensor of `layout.shape` as [batch, heads, tokens, channels]."""
-    groups = (layout.batch, layout.heads, layout.tokens, layout.channels)
-    folded = tensor.reshape(layout.split).permute(layout.order)
-    return folded.reshape([layout.count(axes) for axes in groups])
+    return _gathered(tensor, layout, (layout.batch, layout.heads, layout.tokens, layout.channels))
+
+
+def write(heads: Tensor, layout: Layout) -> Tensor:
+    """[batch, heads, tokens, channels] as a tensor of `layout.shape`: the inverse of `read`."""
+    return _scattered(heads, layout, (layout.batch, layout.heads, layout.tokens, layout.channels))
+
+
+def _without_heads(layout: Layout) -> Groups:
+    """[batch, tokens, channels] of a layout whose heads are one."""
+    return layout.batch, (*layout.heads, *layout.tokens), layout.channels
+
+
+def _gathered(tensor: Tensor, layout: Layout, groups: Groups) -> Tensor:
+    """What moves nothing is left out: every operator is traced, lowered and read by someone."""
+    if layout.split != layout.shape:
+        tensor = tensor.reshape(layout.split)
+    if layout.order != tuple(sorted(layout.order)):
+        tensor = tensor.permute(layout.order)
+    return tensor if all(len(axes) == 1 for axes in groups) else tensor.reshape([layout.count(axes) for axes in groups])
+
+
+def _scattered(tensor: Tensor, layout: Layout, groups: Groups) -> Tensor:
+    order = layout.order
+    if any(len(axes) != 1 for axes in groups):
+        tensor = tensor.reshape([layout.split[axis] for axis in order])
+    if order != tuple(sorted(order)):
+        tensor = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
+    return tensor if layout.split == layout.shape else tensor.reshape(layout.shape)
 
 
 LayoutReader = Callable[
@@ -53,13 +81,6 @@ def read_keys(tensor: Tensor, full: list[int], layout: Layout) -> Tensor:
     return folded.reshape(layout.count(layout.batch), 1, 1, layout.count(layout.channels))
 
 
-def write(heads: Tensor, layout: Layout) -> Tensor:
-    """[batch, heads, tokens, channels] as a tensor of `layout.shape`: the inverse of `read`."""
-    order = layout.order
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return heads.reshape([layout.split[axis] for axis in order]).permute(inverse).reshape(layout.shape)
-
-
 class Read(nn.Module):
     """A tensor that already is the heads' queries, keys or values."""
 
@@ -82,7 +103,7 @@ class ProjectedRead(nn.Module):
         self.bias = nn.Parameter(bias) if bias is not None else None
 
     def forward(self, tensor: Tensor) -> Tensor:
-        tokens = read(tensor, self.layout).squeeze(1)
+        tokens = _gathered(tensor, self.layout, _without_heads(self.layout))
         projected = F.linear(tokens, self.weight, self.bias)
         return projected.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
@@ -115,7 +136,7 @@ class ProjectedWrite(nn.Module):
 
     def forward(self, heads: Tensor) -> Tensor:
         tokens = heads.transpose(1, 2).flatten(2)
-        return write(F.linear(tokens, self.weight, self.bias).unsqueeze(1), self.layout)
+        return _scattered(F.linear(tokens, self.weight, self.bias), self.layout, _without_heads(self.layout))
 
     def absorb(self, before: Affine) -> None:
         """Do what `before` does to the heads' outputs as well."""
@@ -191,12 +212,14 @@ class SiteModule(nn.Module):
     def attend_inputs(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(query, key, value, bias) as the form receives them."""
         given = dict(zip(self.values, tensors, strict=True))
-        query, key, value = (getattr(self, role)(given[self.roles[role]]) for role in ("query", "key", "value"))
-        batch = next(
-            (t.shape[0] for t, follows in zip((query, key, value), self._follows(), strict=True) if follows), None
+        read_ones = [getattr(self, role)(given[self.roles[role]]) for role in ("query", "key", "value")]
+        follow = self._follows()
+        batch = next((t.shape[0] for t, follows in zip(read_ones, follow, strict=True) if follows), None)
+        batch = max(t.shape[0] for t in read_ones) if batch is None else batch
+        query, key, value = (
+            t if follows and t.shape[1] == self.heads else t.expand(batch, self.heads, -1, -1)
+            for t, follows in zip(read_ones, follow, strict=True)
         )
-        batch = max(query.shape[0], key.shape[0], value.shape[0]) if batch is None else batch
-        query, key, value = (t.expand(batch, self.heads, -1, -1) for t in (query, key, value))
         if self.core.temperature is not None:
             query = query * self._joined(Term(self.core.temperature), given, batch, read_all)[:, :, :1, :1]
         return query, key, value, self._bias(given, batch, query.dtype)

@@ -48,13 +48,13 @@ class HardMask(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         weights, rest = (as_type(part, value.dtype) for part in self.weights(query, key, bias))
         out = rest * value.mean(2, keepdim=True)
-        for step, near in enumerate(self.near.shifted(value[:, :, self.prefix :])):
+        for step, near in enumerate(self.near.shifted(value[..., self.prefix :, :])):
             out = out + weights[..., step : step + 1] * near
         if not self.prefix:
             return out
-        out = out + weights[..., len(self.near.steps) :] @ value[:, :, : self.prefix]
+        out = out + weights[..., len(self.near.steps) :] @ value[..., : self.prefix, :]
         rows = None if bias is None else bias[..., : self.prefix, :]
-        return torch.cat([softmax_attention(query[:, :, : self.prefix], key, value, self.scale, rows), out], dim=2)
+        return torch.cat([softmax_attention(query[..., : self.prefix, :], key, value, self.scale, rows), out], dim=2)
 
     def weights(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What each neighbour and prefix key weighs beyond an unseen key, [B, H, P, steps + prefix], and what all
@@ -70,8 +70,8 @@ class HardMask(nn.Module):
     def scores(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
         """Scores of the grid's queries with their neighbours' keys, then with the prefix keys."""
         query, key = wide(query), wide(key)
-        image = query[:, :, self.prefix :] * self.scale
-        scores = self.near.scores(image, key[:, :, self.prefix :])
+        image = query[..., self.prefix :, :] * self.scale
+        scores = self.near.scores(image, key[..., self.prefix :, :])
         if bias is not None:
             bias = bias.expand(*bias.shape[:-2], query.shape[2], key.shape[2])
             near = self.near.bias(bias[..., self.prefix :, self.prefix :])
@@ -79,7 +79,7 @@ class HardMask(nn.Module):
         scores = scores * self.inside.to(scores.dtype)
         if not self.prefix:
             return scores
-        seen = image @ key[:, :, : self.prefix].transpose(2, 3)
+        seen = image @ key[..., : self.prefix, :].transpose(2, 3)
         if bias is not None:
             seen = seen + bias[..., self.prefix :, : self.prefix]
         return torch.cat([scores, seen], dim=3)

@@ -118,9 +118,12 @@ class _Exported:
 
 def _copied(program: ExportedProgram, state: Mapping[str, Any], inputs: Any) -> ExportedProgram:
     constants = {name: each.clone() if isinstance(each, Tensor) else each for name, each in program.constants.items()}
+    graph = copy.deepcopy(program.graph)
+    for own, copied in zip(program.graph.nodes, graph.nodes, strict=True):
+        copied.name = own.name  # a copy is called otherwise where the name is also one of Python's
     return ExportedProgram(
         root=program.graph_module,
-        graph=copy.deepcopy(program.graph),
+        graph=graph,
         graph_signature=copy.deepcopy(program.graph_signature),
         state_dict={name: state[name] for name in program.state_dict},
         range_constraints=dict(program.range_constraints),

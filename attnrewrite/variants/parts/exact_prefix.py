@@ -21,8 +21,8 @@ class ExactPrefix(Form):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = None if bias is None else bias[..., : self.prefix, :]
-        exact = softmax_attention(query[:, :, : self.prefix], key, value, self.scale, rows)
-        rest = self.form(query, key, value, bias)[:, :, self.prefix :]
+        exact = softmax_attention(query[..., : self.prefix, :], key, value, self.scale, rows)
+        rest = self.form(query, key, value, bias)[..., self.prefix :, :]
         return torch.cat([exact, rest], dim=2)
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:

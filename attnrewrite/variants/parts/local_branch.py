@@ -41,7 +41,7 @@ class LocalBranch(Form):
 
     def _image(self, value: Tensor) -> Tensor:
         """The grid tokens of value [B, H, N, e] as an image [B, H * e, rows, columns]."""
-        tokens = value[:, :, self.grid.prefix :].permute(0, 1, 3, 2)
+        tokens = value[..., self.grid.prefix :, :].permute(0, 1, 3, 2)
         return tokens.reshape(-1, value.shape[1] * value.shape[3], self.grid.rows, self.grid.columns)
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ class Neighbourhood:
         """For each step, what lies there from every token of [B, H, P, c]; what lies off the ends is zero."""
         padded = F.pad(tokens, (0, 0, self.margin, self.margin))
         starts = [self.margin + offset for offset in self.offsets]
-        return [padded[:, :, start : start + self.tokens] for start in starts]
+        return [padded[..., start : start + self.tokens, :] for start in starts]
 
     def inside(self) -> Tensor:
         """[P, steps]: 1 where the step from the token stays on the grid, else 0."""

@@ -17,7 +17,8 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, b
 
     The scale is folded into the query: importers of SDPA drop or decompose an explicit one.
     """
-    query = query * (scale * math.sqrt(query.shape[3]))
+    factor = scale * math.sqrt(query.shape[3])
+    query = query if factor == 1.0 else query * factor
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
 
