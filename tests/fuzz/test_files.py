@@ -23,19 +23,19 @@ def test_damaged_files_are_refused_or_read_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "told"),
+    ("work", "patience", "told"),
     [
-        (lambda: "right", "right"),
-        (lambda: time.sleep(60) or "", "died: it hangs (SIGALRM)"),
-        (lambda: spin(), "died: it hangs (SIGXCPU)"),
-        (lambda: str(len(bytes(1 << 31))), "MemoryError"),
-        (lambda: str(1 // 0), "ZeroDivisionError"),
-        (lambda: os.abort(), "died: it crashes (SIGABRT)"),
-        (lambda: os._exit(3), "died: it leaves with 3"),
+        (lambda: "right", 60, "right"),
+        (lambda: time.sleep(60) or "", 1, "died: it hangs (SIGALRM)"),
+        (lambda: spin(), 60, "died: it hangs (SIGXCPU)"),
+        (lambda: str(len(bytes(1 << 31))), 60, "MemoryError"),
+        (lambda: str(1 // 0), 60, "ZeroDivisionError"),
+        (lambda: os.abort(), 60, "died: it crashes (SIGABRT)"),
+        (lambda: os._exit(3), 60, "died: it leaves with 3"),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_is_confined_and_told(work: object, told: str) -> None:
-    assert told in confined(work, Limits(seconds=1, patience=2, memory=1 << 30))  # type: ignore[arg-type]
+def test_what_goes_wrong_is_confined_and_told(work: object, patience: int, told: str) -> None:
+    assert told in confined(work, Limits(seconds=1, patience=patience, memory=1 << 30))  # type: ignore[arg-type]
 
 
 def spin() -> str:
