@@ -31,6 +31,7 @@ from attnrewrite.request import MOST_IMAGES, Budget, Calibration, Execution, Pro
 from attnrewrite.selection.problem import requested
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.targets.base import Artifact, get_target, recorded
+from attnrewrite.targets.pictures import of_pictures
 from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, variants
 
@@ -163,27 +164,37 @@ def lower(
     cpu: str | None = None,
     system: str | None = None,
     minimum_target: str | None = None,
+    image_input: bool | None = None,
+    labels: str | Path | Sequence[str] | None = None,
     **how: Any,
 ) -> Artifact:
     """Compile a model for a target into the new folder `out`, checked against the model on the same input.
 
-    `layout`, `minimum_target`, `cpu` and `system` are for targets that have them. coreml-npu lays tensors out for the
-    "engine" (its default) or "as-is", for "iOS17" (its default) or "iOS18" and later; arm-cpu is built for a core of
+    `layout`, `minimum_target`, `cpu`, `system`, `image_input` and `labels` are for targets that have them. coreml-npu
+    lays tensors out for the "engine" (its default) or "as-is", for "iOS17" (its default) or "iOS18" and later; with
+    `image_input` it takes images, the preprocessing inside, and with `labels` (names, or a file of one a line; by
+    default those of a transformers model that takes images) it answers with names. arm-cpu is built for a core of
     profiles.toml ("cortex-a76") under "linux", "android" or "ios".
 
     Raises:
         InputError: unknown target or option, or a target that cannot build here; the folder exists.
         CheckFailedError: the artifact does not agree with the model; nothing is left behind.
     """
-    chosen = get_target(target).configured(layout=layout, cpu=cpu, system=system, minimum_target=minimum_target)
+    chosen = get_target(target).configured(
+        layout=layout, cpu=cpu, system=system, minimum_target=minimum_target, image_input=image_input or None,
+        labels=labels if labels is None or isinstance(labels, str | Path) else tuple(labels),
+    )  # fmt: skip
     count = 1 if threads is None else thread_count(threads)
     loaded = _sound(_load(source, example_inputs, **how))
     module = runnable(loaded)
-    inputs = _one_call(loaded, module)
+    inputs, preprocessing = _one_call(loaded, module), loaded.preprocessing
+    if chosen.takes_pictures:
+        module, inputs, preprocessing = of_pictures(loaded.name, module, inputs, preprocessing)
+        chosen = chosen if labels is not None else chosen.configured(labels=loaded.labels)
     with staged(as_path(out), force=force) as folder:
         try:
             made = chosen.lower(loaded.name, module, inputs, folder, threads=count)
-            artifact = recorded(replace(made, preprocessing=loaded.preprocessing), folder)
+            artifact = recorded(replace(made, preprocessing=preprocessing), folder)
         except Exception as error:
             raise told(f"target {target!r}", error) from error
     return replace(artifact, path=Path(out))
@@ -275,7 +286,8 @@ def _site(site: AttentionSite | Placement, site_id: str, variant: str) -> dict[s
 def _load(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Source:
     if isinstance(source, Conversion):
         name = f"{source.report['model']} ({source.report['variant']})"
-        return Source(name, deployed(source.module), None, source.example_inputs, source.preprocessing, source.origin)
+        made = Source(name, deployed(source.module), None, source.example_inputs, source.preprocessing, source.origin)
+        return made if made.origin is None else replace(made, labels=made.origin.labels)
     for name in how:
         if name not in HOW:
             raise unknown_name("keyword", name, HOW)

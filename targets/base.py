@@ -16,7 +16,7 @@ from attnrewrite.errors import InputError, Refusal
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.plugins import Registry, Rules
 from attnrewrite.targets.agreement import Agreement
-from attnrewrite.targets.record import FILE, Decision, Port, ports, write_record
+from attnrewrite.targets.record import FILE, Decision, Labels, Port, ports, write_record
 
 GROUP = "attnrewrite.targets"
 BUILT_IN = {
@@ -43,8 +43,9 @@ class Artifact:
     largest difference to the module's own outputs on the example inputs, in the outputs' unit, and `tolerance` the most
     that was allowed; `check` says in words what was run to find out. `schedule` names what scheduled the operators;
     `operators` says what became of each value of the graph, where the schedules are ours. `preprocessing` makes an
-    input of a picture, where the model takes pictures. `processor` is what the code is for, in its compiler's words,
-    and `runtime` what loads it: packages by version.
+    input of a picture, where the model takes pictures: where the input is an image itself, what is left is its size.
+    `labels` are what it answers with, where that is not numbers. `processor` is what the code is for, in its compiler's
+    words, and `runtime` what loads it: packages by version.
     """
 
     model: str
@@ -61,6 +62,7 @@ class Artifact:
     outputs: tuple[Port, ...] = ()
     operators: tuple[Decision, ...] = ()
     preprocessing: Preprocessing | None = None
+    labels: Labels | None = None
     processor: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, str] = field(default_factory=dict)
 
@@ -114,6 +116,11 @@ class Target:
     name: ClassVar[str]
     summary: ClassVar[str]
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether an artifact's input is an image: `lower` is then given a module of bytes (`targets.pictures`)."""
+        return False
+
     def availability(self) -> Availability:
         """What this machine can do for the target. Cheap: it looks for packages and tools, and runs nothing."""
         raise NotImplementedError
@@ -162,7 +169,9 @@ class Target:
         chosen = {name: value for name, value in given.items() if value is not None}
         for name in chosen:
             if name not in self.options():
-                raise InputError(f"target {self.name!r} has no --{name.replace('_', '-')}: leave it out")
+                others = " or ".join(each for each, target in targets().items() if name in target.options())
+                lower_for = f", or lower for {others}" if others else ""
+                raise InputError(f"target {self.name!r} has no --{name.replace('_', '-')}: leave it out{lower_for}")
         return replace(self, **chosen) if chosen else self  # type: ignore[type-var]
 
     def require_build(self) -> None:
@@ -187,6 +196,7 @@ class Target:
         inputs: Sequence[np.ndarray] = (),
         outputs: Sequence[np.ndarray] = (),
         operators: tuple[Decision, ...] = (),
+        labels: Labels | None = None,
         processor: Mapping[str, Any] | None = None,
         runtime: Mapping[str, str] | None = None,
     ) -> Artifact:
@@ -205,6 +215,7 @@ class Target:
             inputs=ports(inputs),
             outputs=ports(outputs),
             operators=operators,
+            labels=labels,
             processor=processor or {},
             runtime=runtime or {},
         )

@@ -129,6 +129,13 @@ def lower(
         str | None,
         typer.Option(metavar="iOS17|iOS18", help="The oldest system, for coreml-npu.", show_default=False),
     ] = None,
+    image_input: Annotated[
+        bool, typer.Option("--image-input", help="Take images, the preprocessing inside, for coreml-npu.")
+    ] = False,
+    labels: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Answer with names, one a line, for coreml-npu.", show_default=False),
+    ] = None,
     cpu: Cpu = None,
     system: Annotated[
         str | None,
@@ -146,8 +153,9 @@ def lower(
 
     out = output.out
     check_free(out, force=output.force)
-    check_apart(out, _paths(source, model.checkpoint))
+    check_apart(out, _paths(source, model.checkpoint, labels))
     options: dict[str, Any] = {"layout": layout, "cpu": cpu, "system": system, "minimum_target": minimum_target}
+    options |= {"image_input": image_input or None, "labels": labels}
     get_target(target).configured(**options).require_build()
     loaded = _load(source, model, run)
     if run.dry_run:

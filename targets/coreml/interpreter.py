@@ -10,7 +10,7 @@ program that coremltools holds in memory (`ct.convert(..., convert_to="milintern
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,22 +92,26 @@ def load(package: Path) -> Any:
 
 
 @torch.inference_mode()
-def interpret(program: Any, inputs: Mapping[str, Tensor], *, rounded: bool = True) -> Interpretation:
+def interpret(
+    program: Any, inputs: Mapping[str, Tensor], *, rounded: bool = True, also: Collection[str] = ()
+) -> Interpretation:
     """Run the main function of `program`: as declared, or all in float32 where not `rounded`.
+
+    The values named `also` are given beside the outputs, after them. A label is given as its place among the classes.
 
     Raises:
         InputError: an operator is not known here; it is named.
     """
     outputs: dict[str, Tensor] = {}
     overflowed = []
-    names = {variable.name for variable in program.functions["main"].outputs}
+    names = {variable.name for variable in program.functions["main"].outputs} | set(also)
     for operation, results, kept in _steps(program, inputs, rounded):
         outputs |= {name: value for name, value in kept.items() if name in names}
         if any(_overflows(result, value) for result, value in zip(results, kept.values(), strict=True)):
             overflowed.append(operation.name)
     given = {name: tensor.float() for name, tensor in inputs.items() if name in names}
     ordered = {variable.name: _value(variable, given | outputs) for variable in program.functions["main"].outputs}
-    return Interpretation(ordered, tuple(overflowed))
+    return Interpretation(ordered | {name: outputs[name] for name in also}, tuple(overflowed))
 
 
 @torch.inference_mode()
@@ -237,7 +241,7 @@ def _value(variable: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    if isinstance(value, str):
+    if isinstance(value, str | list):
         return value
     tensor = torch.from_numpy(np.array(value))
     return tensor.float() if tensor.is_floating_point() else tensor

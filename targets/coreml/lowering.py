@@ -17,7 +17,10 @@ from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.coreml import interpreter, package
 from attnrewrite.targets.coreml.engine_rules import EngineReport, lint
-from attnrewrite.targets.prepare import arrays, canonical
+from attnrewrite.targets.coreml.interpreter import Interpretation
+from attnrewrite.targets.coreml.labels import Probabilities, chosen_by
+from attnrewrite.targets.prepare import arrays, canonical, specialise
+from attnrewrite.targets.record import Labels
 
 SHOWN = 5  # operators named in a note
 
@@ -56,12 +59,16 @@ def lower(
 ) -> Confirmed:
     """`program`, exported for the shapes of `inputs`, as a package in the folder `out`, made as `wanted`.
 
+    With labels, the numbers that these are chosen by are held against `expected`, not the probabilities, among which a
+    wrong number may be lost.
+
     Raises:
         InputError: coremltools cannot convert the program, or the interpreter lacks an operator; both are named.
         CheckFailedError: a package does not give `expected`, the module's outputs for `inputs`.
     """
-    prepared = canonical(program)
-    agree = partial(_check, inputs=inputs, expected=expected, exact=lambda: arrays(_exact(program, inputs)))
+    prepared = canonical(_with_softmax(program, inputs) if wanted.labels and wanted.labels.softmax else program)
+    exact = lambda: arrays(_exact(program, inputs))  # noqa: E731
+    agree = partial(_check, inputs=inputs, expected=expected, labels=wanted.labels, exact=exact)
     with tempfile.TemporaryDirectory() as folder:
         # The same conversion without float16, whose rounding would hide a small mistake of the converter.
         whole = _loaded(package.convert(prepared, Path(folder), "FLOAT32", wanted))
@@ -77,6 +84,28 @@ def lower(
     path = package.convert(prepared, out, "FLOAT16", wanted, wide)
     stored = _loaded(path)
     return Confirmed(path, float32, agree(subject, stored, relative=check.FLOAT16), lint(stored), wide)
+
+
+def _with_softmax(program: ExportedProgram, inputs: tuple[Tensor, ...]) -> ExportedProgram:
+    return specialise(Probabilities(program.module()), inputs)
+
+
+def answers(
+    program: Any, inputs: tuple[Tensor, ...], labels: Labels | None
+) -> tuple[Interpretation, tuple[np.ndarray, ...]]:
+    """What the interpreted program gives, and of this what the module gives too: with labels, what they are chosen by.
+
+    Raises:
+        InputError: the interpreter lacks an operator, which is named.
+        CheckFailedError: the program does not answer with these labels and the softmax that they ask for.
+    """
+    feed = _feed(program, inputs)
+    if labels is None:
+        plain = interpreter.interpret(program, feed)
+        return plain, arrays(tuple(plain.outputs.values()))
+    name = chosen_by(program, labels)
+    result = interpreter.interpret(program, feed, also=(name,))
+    return result, arrays(result.outputs[name])
 
 
 def _exact(program: ExportedProgram, inputs: tuple[Tensor, ...]) -> Any:
@@ -100,13 +129,14 @@ def _check(
     program: Any,
     inputs: tuple[Tensor, ...],
     expected: Sequence[np.ndarray],
+    labels: Labels | None,
     relative: float,
     exact: check.Exact,
 ) -> check.Agreement:
     """The interpreted program against the module's outputs."""
-    result = interpreter.interpret(program, _feed(program, inputs))
+    result, found = answers(program, inputs, labels)
     try:
-        return check.agree(subject, arrays(tuple(result.outputs.values())), expected, relative, exact)
+        return check.agree(subject, found, expected, relative, exact)
     except CheckFailedError as error:
         if not result.overflowed:
             raise

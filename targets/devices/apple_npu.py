@@ -2,10 +2,11 @@
 
 import platform
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from attnrewrite.errors import AttnRewriteError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Estimate, Run, Target, size_bytes
 from attnrewrite.targets.coreml import interpreter, latency, lowering, package
+from attnrewrite.targets.coreml.labels import named, read_labels
 from attnrewrite.targets.prepare import arrays, canonical, in_float32, reference, specialise
 
 NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone only")
@@ -23,11 +25,14 @@ class CoreMLNpu(Target):
     """A float16 `.mlpackage`, checked operator by operator with every result rounded as the program declares it.
 
     `layout` is "engine", for the Neural Engine, or "as-is", the exporter's own; `minimum_target` is the oldest system
-    that it is for.
+    that it is for. With `image_input`, its input is an image, with `labels` (names, or a file of one a line) it answers
+    with the name of a class and the probability of each.
     """
 
     layout: str = "engine"
     minimum_target: str = "iOS17"
+    image_input: bool = False
+    labels: str | Path | tuple[str, ...] | None = None
 
     name = "coreml-npu"
     summary = "Apple's Neural Engine: Core ML ML Program (iOS 17, macOS 14), float16"
@@ -41,6 +46,12 @@ class CoreMLNpu(Target):
 
     def __post_init__(self) -> None:
         self._wanted("")
+        if self.labels is not None:
+            read_labels(self.labels)
+
+    @property
+    def takes_pictures(self) -> bool:
+        return self.image_input
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
@@ -49,8 +60,10 @@ class CoreMLNpu(Target):
         wide = in_float32(module, example_inputs)
         inputs, notes = _as_core_ml_takes(wide.inputs)
         expected = reference(wide.module, wide.inputs)
+        labels = None if self.labels is None else named(name, read_labels(self.labels), expected)
         program = specialise(wide.module, inputs)
-        made = lowering.lower(f"{name} for {self.name}", program, inputs, expected, out, self._wanted(name))
+        wanted = replace(self._wanted(name), image=self.image_input, labels=labels)
+        made = lowering.lower(f"{name} for {self.name}", program, inputs, expected, out, wanted)
         how = f"MIL program interpreted with float16 rounding; in float32 it is within {made.float32.max_abs_error:.2g}"
         return self.artifact(
             name,
@@ -59,8 +72,9 @@ class CoreMLNpu(Target):
             check=how,
             schedule=f"Core ML's own, layout {self.layout}: {made.engine.sentence()}",
             notes=(*notes, *wide.notes, *made.notes()),
-            inputs=arrays(inputs),
+            inputs=[array.astype(np.uint8) for array in arrays(inputs)] if self.image_input else arrays(inputs),
             outputs=expected,
+            labels=labels,
         )
 
     def _wanted(self, name: str) -> package.Wanted:
