@@ -31,6 +31,16 @@ class Labels:
 
 
 @dataclass(frozen=True)
+class Compression:
+    """How an artifact's weights are held in fewer bytes, how many are, and what the model takes without and with it."""
+
+    method: str
+    weights: int
+    size_bytes_before: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class Decision:
     """What became of one value of the lowered graph: the rule that took its operators, or why none did.
 

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from torch.fx import GraphModule
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
-from attnrewrite.targets.coreml import interpreter, package
+from attnrewrite.targets.coreml import compression, interpreter, package
 from attnrewrite.targets.coreml.engine_rules import EngineReport, lint
 from attnrewrite.targets.coreml.interpreter import Interpretation
 from attnrewrite.targets.coreml.labels import Probabilities, chosen_by
 from attnrewrite.targets.prepare import arrays, canonical, specialise
-from attnrewrite.targets.record import Labels
+from attnrewrite.targets.record import Compression, Labels
 
 SHOWN = 5  # operators named in a note
 
@@ -29,7 +29,8 @@ SHOWN = 5  # operators named in a note
 class Confirmed:
     """A float16 package, how far from the module it is as float32 and as it is, and what of it the engine can run.
 
-    `wide` names the operators that compute in float32, as float16 cannot hold their values.
+    `wide` names the operators that compute in float32, as float16 cannot hold their values. Of a compressed package,
+    `float16` is how far it is from itself in float32, with the weights that it has.
     """
 
     path: Path
@@ -37,6 +38,7 @@ class Confirmed:
     float16: check.Agreement
     engine: EngineReport
     wide: tuple[str, ...] = ()
+    compression: Compression | None = None
 
     def notes(self) -> tuple[str, ...]:
         """What to know about its precision; empty where it is all in float16 and as accurate as others are."""
@@ -56,16 +58,38 @@ def lower(
     expected: Sequence[np.ndarray],
     out: Path,
     wanted: package.Wanted = package.DEFAULT,
+    compressed: str | None = None,
 ) -> Confirmed:
     """`program`, exported for the shapes of `inputs`, as a package in the folder `out`, made as `wanted`.
+
+    Once it is confirmed, its weights are `compressed`, by a method of `compression.METHODS`.
 
     With labels, the numbers that these are chosen by are held against `expected`, not the probabilities, among which a
     wrong number may be lost.
 
     Raises:
         InputError: coremltools cannot convert the program, or the interpreter lacks an operator; both are named.
-        CheckFailedError: a package does not give `expected`, the module's outputs for `inputs`.
+        CheckFailedError: a package does not give `expected`, the module's outputs for `inputs`, or a compressed one is
+            another program.
     """
+    made = _confirmed(subject, program, inputs, expected, out, wanted)
+    if compressed is None:
+        return made
+    smaller = compression.compress(made.path, compressed)
+    stored = _loaded(made.path)
+    found, exact = (answers(stored, inputs, wanted.labels, rounded=each)[1] for each in (True, False))
+    own = check.agree(f"{subject}, compressed by {compressed}", found, exact, check.FLOAT16)
+    return replace(made, float16=own, engine=lint(stored), compression=smaller)
+
+
+def _confirmed(
+    subject: str,
+    program: ExportedProgram,
+    inputs: tuple[Tensor, ...],
+    expected: Sequence[np.ndarray],
+    out: Path,
+    wanted: package.Wanted,
+) -> Confirmed:
     prepared = canonical(_with_softmax(program, inputs) if wanted.labels and wanted.labels.softmax else program)
     exact = lambda: arrays(_exact(program, inputs))  # noqa: E731
     agree = partial(_check, inputs=inputs, expected=expected, labels=wanted.labels, exact=exact)
@@ -91,7 +115,7 @@ def _with_softmax(program: ExportedProgram, inputs: tuple[Tensor, ...]) -> Expor
 
 
 def answers(
-    program: Any, inputs: tuple[Tensor, ...], labels: Labels | None
+    program: Any, inputs: tuple[Tensor, ...], labels: Labels | None, *, rounded: bool = True
 ) -> tuple[Interpretation, tuple[np.ndarray, ...]]:
     """What the interpreted program gives, and of this what the module gives too: with labels, what they are chosen by.
 
@@ -101,10 +125,10 @@ def answers(
     """
     feed = _feed(program, inputs)
     if labels is None:
-        plain = interpreter.interpret(program, feed)
+        plain = interpreter.interpret(program, feed, rounded=rounded)
         return plain, arrays(tuple(plain.outputs.values()))
     name = chosen_by(program, labels)
-    result = interpreter.interpret(program, feed, also=(name,))
+    result = interpreter.interpret(program, feed, rounded=rounded, also=(name,))
     return result, arrays(result.outputs[name])
 
 
