@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from attnrewrite.errors import InputError
 from attnrewrite.images.preprocessing import Preprocessing, image_size
 from attnrewrite.targets import agreement as check
-from attnrewrite.targets.prepare import HALVES, reference
+from attnrewrite.targets.prepare import HALVES, exact, reference, specialise
 
 COLORS = {1: "GRAYSCALE", 3: "RGB"}  # by channels
 WIDEST = torch.int32  # of the whole numbers that compilers take
@@ -27,7 +27,7 @@ class OfPictures(nn.Module):
 
     def __init__(self, module: nn.Module, preprocessing: Preprocessing, example: Tensor) -> None:
         super().__init__()
-        self.module = module
+        self.training, self.module = False, module  # an exported program's module has no eval()
         self.channels_last = preprocessing.channels_last
         self.dtype = example.dtype if example.is_floating_point() else WIDEST
         mean = torch.tensor(preprocessing.mean, dtype=torch.float64).view(1, -1, 1, 1)
@@ -49,12 +49,29 @@ def of_pictures(
     """`module` on pictures, a picture of random bytes, and what is left to do to pictures: size and crop alone.
 
     Raises:
-        InputError: it takes no picture of one or three channels, or more than one, or its preprocessing is not known.
+        InputError: as `require_picture` does.
         CheckFailedError: the module gives something else where the preprocessing was done before.
+    """
+    known = require_picture(name, inputs, known)
+    generator = torch.Generator().manual_seed(0)
+    picture = torch.randint(0, 256, (1, *image_size(inputs[0].shape)), generator=generator).float()
+    before = (known(picture).to(inputs[0].dtype),)
+    wrapped = OfPictures(module, known, inputs[0])
+    relative = HALVES.get(inputs[0].dtype, check.FLOAT32)
+    found, expected = reference(wrapped, (picture,)), reference(module, before)
+    check.agree(f"{name} on pictures", found, expected, relative, lambda: exact(specialise(module, before), before))
+    return wrapped, (picture,), replace(known, mean=(0.0,), std=(1.0,), dtype=torch.uint8, channels_last=False)
+
+
+def require_picture(name: str, inputs: tuple[Tensor, ...], known: Preprocessing | None) -> Preprocessing:
+    """What a model of `inputs` does to a picture: `known`.
+
+    Raises:
+        InputError: it takes no picture of one or three channels, or more than one, or its preprocessing is not known.
     """
     if len(inputs) != 1:
         raise InputError(f"--image-input: {name} takes {len(inputs)} inputs, and a picture would be one: leave it out")
-    channels, height, width = image_size(inputs[0].shape)
+    channels, _, _ = image_size(inputs[0].shape)
     if channels not in COLORS:
         raise InputError(
             f"--image-input: {name} takes {channels} channels, pictures have 3 (RGB) or 1 (gray): leave it out"
@@ -66,10 +83,5 @@ def of_pictures(
         )
     if known is None:
         raise InputError(f"--image-input: how {name} takes pictures is not known: give --mean and --std")
-    generator = torch.Generator().manual_seed(0)
-    picture = torch.randint(0, 256, (1, channels, height, width), generator=generator).float()
-    done_before = known(picture).to(inputs[0].dtype)
-    wrapped = OfPictures(module, known, inputs[0]).eval()
-    relative = HALVES.get(inputs[0].dtype, check.FLOAT32)
-    check.agree(f"{name} on pictures", reference(wrapped, (picture,)), reference(module, (done_before,)), relative)
-    return wrapped, (picture,), replace(known, mean=(0.0,), std=(1.0,), dtype=torch.uint8, channels_last=False)
+    known(torch.zeros(1, channels, 1, 1))  # which refuses a mean or std for other channels
+    return known

@@ -16,6 +16,7 @@ from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
 from attnrewrite.passes.fx.fold_constants import FoldConstants
 from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.in_float32 import InFloat32
+from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 
 CANONICAL: Pipeline[ExportedProgram] = Pipeline(
@@ -97,6 +98,13 @@ def arrays(values: object) -> tuple[np.ndarray, ...]:
 def _array(tensor: Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()  # numpy has no bfloat16
+
+
+def exact(program: ExportedProgram, inputs: tuple[Tensor, ...]) -> tuple[np.ndarray, ...]:
+    """What the program gives for `inputs` in float64."""
+    module = program.module()
+    assert isinstance(module, GraphModule)
+    return arrays(Wide(module).run(*inputs))
 
 
 def reference(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[np.ndarray, ...]:

@@ -161,6 +161,7 @@ def lower(
     from attnrewrite import api
     from attnrewrite.images.dataset import load_images
     from attnrewrite.targets.base import get_target
+    from attnrewrite.targets.pictures import require_picture
     from attnrewrite.targets.record import as_data
 
     out = output.out
@@ -174,7 +175,11 @@ def lower(
         chosen.require_answers()
     images = None if data is None else load_images(data, skip_bad).sample(samples, run.execution.seed)
     loaded = _load(source, model, run)
+    if images is not None:
+        images.check(loaded.preprocessing, loaded.input_size)
     if run.dry_run:
+        if chosen.takes_pictures:
+            require_picture(loaded.name, tuple(each[:1] for each in loaded.example_inputs), loaded.preprocessing)
         return _would(f"lower {source} for {target} to {out}", source=source, target=target, out=str(out))
     with bars() as progress:
         artifact = api.lower(

@@ -147,7 +147,7 @@ def compare(original: Any, compressed: Any, method: str) -> tuple[str, ...]:
                     f"compressed by {method}, operator {other.name!r} reads {now.name!r}, which does not stand for "
                     "what it read before"
                 )
-    return tuple(weights)
+    return tuple(dict.fromkeys(weights))
 
 
 def _holds(operation: Any) -> bool:

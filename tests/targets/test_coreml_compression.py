@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import attnrewrite as ar
+from attnrewrite.cli.output import made_lines
 from attnrewrite.errors import CheckFailedError, InputError
-from attnrewrite.targets.base import size_bytes
+from attnrewrite.targets.base import Artifact, size_bytes
 from attnrewrite.targets.coreml import compression, interpreter, package
 from attnrewrite.targets.coreml.operators.compressed import OPERATORS
 from attnrewrite.targets.prepare import canonical, specialise
+from attnrewrite.targets.record import Compression
 
 
 def packed(numbers: np.ndarray, bits: int) -> Tensor:
@@ -205,6 +208,23 @@ def test_what_compression_costs_is_measured_on_pictures(tmp_path: Path) -> None:
     assert (found["n"], found["top1"], found["agreement"]) == (6, pytest.approx(100 * 5 / 6), 100)
     assert 0 < found["logit_mse"] < 1e-3
     assert made.max_abs_error <= made.tolerance
+
+
+def test_the_terminal_tells_bytes_and_accuracy() -> None:
+    how = {"model": "it", "n": 4}
+    measured = {
+        "model": {**how, "top1": 75.0, "agreement": None},
+        "artifact": {**how, "top1": 50.0, "agreement": 75.0},
+    }
+    files = ("artifact.json", "model.mlpackage")
+    artifact = Artifact("it", "coreml-npu", Path("out"), files, 9, 0.0, 1.0, "looked at it", "none")
+    told = replace(artifact, compression=Compression("int8", 17, 2000, 1010), measured=measured)
+    assert made_lines(artifact) == "out: artifact.json, model.mlpackage (checked: looked at it)"
+    assert made_lines(told).splitlines()[1:] == [
+        "int8 on 17 weights: 1,010 bytes, 50% of 2,000",
+        "the model on 4 images: top-1 75.00 %",
+        "the artifact on 4 images: top-1 50.00 %, agreement with the model 75.00 %",
+    ]
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_vits import tiny_vit
 from torch import Tensor, nn
 
 import attnrewrite as ar
+from attnrewrite.cli.main import main
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact
 from attnrewrite.targets.coreml import interpreter, labels
 from attnrewrite.targets.pictures import OfPictures
-from attnrewrite.targets.record import Labels
+from attnrewrite.targets.record import Labels, Port
 
 BYTES = torch.arange(256.0).view(1, 1, 16, 16)
 
@@ -182,6 +184,31 @@ def test_labels_are_read_one_a_line(text: bytes | None, found: tuple[str, ...] |
         return
     with pytest.raises(InputError, match=found):
         labels.read_labels(path)
+
+
+def test_a_converted_folder_takes_pictures_by_what_it_remembers(tmp_path: Path) -> None:
+    pytest.importorskip("coremltools", reason="coremltools is not installed")
+    model, inputs = tiny_vit("softmax", depth=1)
+    ar.convert(model, inputs, variant="l1").save(tmp_path / "l1")
+    made = ar.lower(tmp_path / "l1", "coreml-npu", tmp_path / "out", image_input=True, **HOW)
+    assert made.inputs == (Port((1, 3, 16, 16), "uint8"),)
+    assert made.max_abs_error <= made.tolerance
+
+
+def test_other_preprocessing_than_the_models_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("coremltools", reason="coremltools is not installed")
+    monkeypatch.setattr(OfPictures, "forward", lambda self, image: self.module((image - self.centre) * self.scale))
+    with pytest.raises(CheckFailedError, match="Classify on pictures: its output differs from the module's by"):
+        ar.lower(Classify(3), "coreml-npu", tmp_path / "out", example_inputs=IMAGE, image_input=True, **HOW)
+
+
+def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("coremltools", reason="coremltools is not installed")
+    (tmp_path / "own.py").write_text("from torch import nn\n\ndef conv():\n    return nn.Conv2d(3, 4, 4)\n")
+    line = f"lower {tmp_path}/own.py:conv --input-size 3x8x8 --target coreml-npu --image-input --out {tmp_path}/out"
+    assert main([*line.split(), "--dry-run"]) == 2
+    assert "error: --image-input: how conv takes pictures is not known: give" in capsys.readouterr().err
+    assert main([*line.split(), "--dry-run", "--mean", "0", "--std", "1"]) == 0
 
 
 class Two(nn.Module):
