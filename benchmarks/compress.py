@@ -4,8 +4,8 @@
         [--methods int8 palette6 palette4 prune] [--samples 200] [--minimum-target iOS17]
 
 Without a source: the demo's model, on canvases of its own. Every package answers the same images, one by one, by the
-interpreter, float16 rounding and all; the model is torch's. Rows marked with * are the frontier: no other package is
-both smaller and as often right. Prints a markdown table, and the machine it was made on.
+interpreter, float16 rounding and all; the model is torch's. Rows marked with * are the frontier: no other package is as
+small and agrees as often with the model. Prints a markdown table, and the machine it was made on.
 """
 
 import argparse
@@ -59,20 +59,20 @@ def made(source: Source, minimum: str, methods: list[str], folder: Path) -> dict
     return found
 
 
-def frontier(sizes: dict[str, int], right: dict[str, float]) -> set[str]:
+def frontier(sizes: dict[str, int], agreeing: dict[str, float]) -> set[str]:
     """Those that no other beats in one thing and equals in the other."""
 
     def beaten(name: str) -> bool:
-        others = [each for each in sizes if each != name and sizes[each] <= sizes[name] and right[each] >= right[name]]
-        return any(sizes[each] < sizes[name] or right[each] > right[name] for each in others)
+        own = (-sizes[name], agreeing[name])
+        others = ((-sizes[each], agreeing[each]) for each in sizes)
+        return any(other != own and other[0] >= own[0] and other[1] >= own[1] for other in others)
 
     return {name for name in sizes if not beaten(name)}
 
 
 def rows(found: dict[str, Evaluation], sizes: dict[str, int]) -> list[str]:
     """A row of the table for each package, the largest first."""
-    right = {name: found[name].top1 or found[name].agreement or 0.0 for name in sizes}
-    best = frontier(sizes, right)
+    best = frontier(sizes, {name: found[name].agreement or 0.0 for name in sizes})
     told = []
     for name in sorted(sizes, key=lambda each: -sizes[each]):
         top1 = "" if found[name].top1 is None else f"{found[name].top1:.1f} %"
