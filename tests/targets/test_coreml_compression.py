@@ -190,7 +190,7 @@ def test_a_package_of_other_weights_or_another_program_is_noticed(made: Callable
 
 
 def test_what_compression_costs_is_measured_on_pictures(tmp_path: Path) -> None:
-    pytest.importorskip("coremltools", reason="coremltools is not installed")
+    ct = pytest.importorskip("coremltools", reason="coremltools is not installed")
     random = np.random.default_rng(0)
     pictures, model = random.integers(0, 256, (6, 8, 8), dtype=np.uint8), Mixer().eval()
     with torch.no_grad():
@@ -208,6 +208,8 @@ def test_what_compression_costs_is_measured_on_pictures(tmp_path: Path) -> None:
     assert (found["n"], found["top1"], found["agreement"]) == (6, pytest.approx(100 * 5 / 6), 100)
     assert 0 < found["logit_mse"] < 1e-3
     assert made.max_abs_error <= made.tolerance
+    said = ct.models.MLModel(str(made.path / package.NAME), skip_model_load=True).get_spec().description
+    assert (said.input[0].type.WhichOneof("Type"), said.predictedFeatureName) == ("imageType", "classLabel")
 
 
 def test_the_terminal_tells_bytes_and_accuracy() -> None:

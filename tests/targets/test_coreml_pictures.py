@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import attnrewrite as ar
 from attnrewrite.cli.main import main
 from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.frontends.sources import load_source
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact
@@ -193,6 +194,15 @@ def test_a_converted_folder_takes_pictures_by_what_it_remembers(tmp_path: Path) 
     made = ar.lower(tmp_path / "l1", "coreml-npu", tmp_path / "out", image_input=True, **HOW)
     assert made.inputs == (Port((1, 3, 16, 16), "uint8"),)
     assert made.max_abs_error <= made.tolerance
+
+
+@pytest.mark.parametrize(("image_input", "found"), [(True, Labels(TOLD, True)), (False, None)])
+def test_a_model_that_knows_its_labels_brings_them_to_pictures_alone(
+    image_input: bool, found: Labels | None, tmp_path: Path
+) -> None:
+    pytest.importorskip("coremltools", reason="coremltools is not installed")
+    source = replace(load_source(Classify(3), IMAGE, **HOW), labels=NAMES)
+    assert ar.lower(source, "coreml-npu", tmp_path / "out", image_input=image_input).labels == found
 
 
 def test_other_preprocessing_than_the_models_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
