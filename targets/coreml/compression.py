@@ -147,6 +147,8 @@ def compare(original: Any, compressed: Any, method: str) -> tuple[str, ...]:
                     f"compressed by {method}, operator {other.name!r} reads {now.name!r}, which does not stand for "
                     "what it read before"
                 )
+    if any(twins.get(each.name, each.name) != each.name for each in before.outputs):
+        raise CheckFailedError(f"compressed by {method}, the package gives its outputs in another order")
     return tuple(dict.fromkeys(weights))
 
 

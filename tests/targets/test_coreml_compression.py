@@ -189,6 +189,40 @@ def test_a_package_of_other_weights_or_another_program_is_noticed(made: Callable
             compression.compare(other, theirs, "int8")
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda x, y: (x, y), None),
+        (lambda x, y: (y, x), "the package gives its outputs in another order"),
+        (lambda x, y: (x, x), "operator 'd' reads 'a', which does not stand for what it read before"),
+    ],
+)
+def test_wires_that_are_crossed_are_noticed(change: Callable[[Any, Any], tuple[Any, Any]], why: str | None) -> None:
+    pytest.importorskip("coremltools", reason="coremltools is not installed")
+    from coremltools.converters.mil.mil import Builder as mb
+
+    def program(change: Callable[[Any, Any], tuple[Any, Any]], in_the_end: bool) -> Any:
+        @mb.program(input_specs=[mb.TensorSpec(shape=(1, 4))])
+        def built(x: Any) -> Any:
+            first, second = mb.exp(x=x, name="a"), mb.exp(x=x, name="b")
+            return [mb.tanh(x=each, name=name) for each, name in zip(change(first, second), "cd", strict=True)]
+
+        if in_the_end:
+            outputs = built.functions["main"].outputs
+            built.functions["main"].set_outputs([*reversed(outputs)])
+            for value, name in zip(outputs, "dc", strict=True):
+                value.name = name
+        return built
+
+    ours, order = program(lambda x, y: (x, y), False), why is not None and "order" in why
+    theirs = program((lambda x, y: (x, y)) if order else change, order)
+    if why is None:
+        assert compression.compare(ours, theirs, "int8") == ()
+        return
+    with pytest.raises(CheckFailedError, match=why):
+        compression.compare(ours, theirs, "int8")
+
+
 def test_what_compression_costs_is_measured_on_pictures(tmp_path: Path) -> None:
     ct = pytest.importorskip("coremltools", reason="coremltools is not installed")
     random = np.random.default_rng(0)
