@@ -129,7 +129,10 @@ def compare(original: Any, compressed: Any, method: str) -> tuple[str, ...]:
     ours, theirs = ([each for each in one.operations if not _holds(each)] for one in (before, after))
     ends = [[*one.inputs, *(each.name for each in one.outputs)] for one in (before, after)]
     if ends[0] != ends[1] or len(ours) != len(theirs):
-        raise CheckFailedError(f"compressed by {method}, the package is another program")
+        raise CheckFailedError(
+            f"compressed by {method}, the package is another program ({len(theirs)} operators, not {len(ours)}), as "
+            "coremltools changes more of some than their weights: leave --compress out"
+        )
     twins = dict(zip(before.inputs, after.inputs, strict=True))  # values of one program by those of the other
     weights = []
     for one, other in zip(ours, theirs, strict=True):
