@@ -1,8 +1,8 @@
 """The verbs, as Python functions: explain, convert, evaluate, lower, compare."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from attnrewrite.frontends.batches import any_batch, fixed_batch, require_pictur
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.examples import one_image
 from attnrewrite.frontends.sources import Source, examine_onnx, load_source
-from attnrewrite.images.dataset import Images, load_images
+from attnrewrite.images.dataset import Images, Inputs, load_images
+from attnrewrite.images.preprocessing import Size
 from attnrewrite.pages.comparison import comparison_page, comparison_table
 from attnrewrite.passes.original import require_numbers
 from attnrewrite.patterns.fx.graph import FxGraph
@@ -31,6 +32,7 @@ from attnrewrite.request import MOST_IMAGES, Budget, Calibration, Execution, Pro
 from attnrewrite.selection.problem import requested
 from attnrewrite.site import AttentionSite, Scan
 from attnrewrite.targets.base import Artifact, get_target, recorded
+from attnrewrite.targets.pictures import of_pictures
 from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, variants
 
@@ -163,30 +165,74 @@ def lower(
     cpu: str | None = None,
     system: str | None = None,
     minimum_target: str | None = None,
+    image_input: bool | None = None,
+    labels: str | Path | Sequence[str] | None = None,
+    compress: str | None = None,
+    data: Data | None = None,
+    progress: Progress | None = None,
     **how: Any,
 ) -> Artifact:
     """Compile a model for a target into the new folder `out`, checked against the model on the same input.
 
-    `layout`, `minimum_target`, `cpu` and `system` are for targets that have them. coreml-npu lays tensors out for the
-    "engine" (its default) or "as-is", for "iOS17" (its default) or "iOS18" and later; arm-cpu is built for a core of
-    profiles.toml ("cortex-a76") under "linux", "android" or "ios".
+    What follows `threads` is for targets that have it. coreml-npu lays tensors out for the "engine" (its default) or
+    "as-is", for "iOS17" (its default) or "iOS18" and later; with `image_input` it takes images, the preprocessing
+    inside, and with `labels` (names, or a file of one a line; by default those of a transformers model that takes
+    images) it answers with names; `compress` ("int8", "palette6", "palette4" or "prune") makes its weights smaller, and
+    what is lost by that, or by anything else, is measured on `data`: accuracy of the model and of the artifact, and how
+    often they agree. arm-cpu is built for a core of profiles.toml ("cortex-a76") under "linux", "android" or "ios".
 
     Raises:
         InputError: unknown target or option, or a target that cannot build here; the folder exists.
         CheckFailedError: the artifact does not agree with the model; nothing is left behind.
     """
-    chosen = get_target(target).configured(layout=layout, cpu=cpu, system=system, minimum_target=minimum_target)
+    chosen = get_target(target).configured(
+        layout=layout, cpu=cpu, system=system, minimum_target=minimum_target, image_input=image_input or None,
+        compress=compress, labels=labels if labels is None or isinstance(labels, str | Path) else tuple(labels),
+    )  # fmt: skip
     count = 1 if threads is None else thread_count(threads)
+    images = None if data is None else load_images(data)
+    if images is not None:
+        chosen.require_answers()
     loaded = _sound(_load(source, example_inputs, **how))
     module = runnable(loaded)
-    inputs = _one_call(loaded, module)
+    inputs, preprocessing = _one_call(loaded, module), loaded.preprocessing
+    if chosen.takes_pictures:
+        module, inputs, preprocessing = of_pictures(loaded.name, module, inputs, preprocessing)
+        chosen = chosen if labels is not None else chosen.configured(labels=loaded.labels)
+    if images is not None:
+        require_pictures(loaded)
+        images.check(preprocessing, loaded.input_size)
+        if chosen.takes_pictures and isinstance(images.x, Inputs):
+            raise InputError(
+                "the data are what the model takes, and the artifact takes pictures: give pictures, or bytes"
+            )
     with staged(as_path(out), force=force) as folder:
         try:
             made = chosen.lower(loaded.name, module, inputs, folder, threads=count)
-            artifact = recorded(replace(made, preprocessing=loaded.preprocessing), folder)
+            made = replace(made, preprocessing=preprocessing)
+            measured = {} if images is None else _measured(
+                module, chosen.answers(made), made, images, loaded.input_size, progress
+            )  # fmt: skip
+            artifact = recorded(replace(made, measured=measured), folder)
         except Exception as error:
             raise told(f"target {target!r}", error) from error
     return replace(artifact, path=Path(out))
+
+
+def _measured(
+    module: nn.Module,
+    answers: Callable[[Tensor], Tensor],
+    artifact: Artifact,
+    images: Images,
+    size: Size,
+    progress: Progress | None,
+) -> dict[str, dict[str, Any]]:
+    """How the model and the artifact made of it do on images, one by one, and how often they agree."""
+    modules: dict[str, Callable[[Tensor], Any]] = {"model": module, "artifact": answers}
+    found = evaluate_modules(
+        modules, images, artifact.preprocessing, input_size=size, reference="model", batch_size=1, progress=progress
+    )
+    return {name: asdict(each) for name, each in found.items()}
 
 
 class Comparison(records.Comparison):
@@ -275,7 +321,8 @@ def _site(site: AttentionSite | Placement, site_id: str, variant: str) -> dict[s
 def _load(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Source:
     if isinstance(source, Conversion):
         name = f"{source.report['model']} ({source.report['variant']})"
-        return Source(name, deployed(source.module), None, source.example_inputs, source.preprocessing, source.origin)
+        made = Source(name, deployed(source.module), None, source.example_inputs, source.preprocessing, source.origin)
+        return made if made.origin is None else replace(made, labels=made.origin.labels)
     for name in how:
         if name not in HOW:
             raise unknown_name("keyword", name, HOW)

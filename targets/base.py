@@ -16,7 +16,7 @@ from attnrewrite.errors import InputError, Refusal
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.plugins import Registry, Rules
 from attnrewrite.targets.agreement import Agreement
-from attnrewrite.targets.record import FILE, Decision, Port, ports, write_record
+from attnrewrite.targets.record import FILE, Compression, Decision, Labels, Port, ports, write_record
 
 GROUP = "attnrewrite.targets"
 BUILT_IN = {
@@ -43,8 +43,10 @@ class Artifact:
     largest difference to the module's own outputs on the example inputs, in the outputs' unit, and `tolerance` the most
     that was allowed; `check` says in words what was run to find out. `schedule` names what scheduled the operators;
     `operators` says what became of each value of the graph, where the schedules are ours. `preprocessing` makes an
-    input of a picture, where the model takes pictures. `processor` is what the code is for, in its compiler's words,
-    and `runtime` what loads it: packages by version.
+    input of a picture, where the model takes pictures: where the input is an image itself, what is left is its size.
+    `labels` are what it answers with, where that is not numbers. `processor` is what the code is for, in its compiler's
+    words, and `runtime` what loads it: packages by version. `compression` is how its weights were made to take less,
+    `measured` how the model and the artifact did on images that were given.
     """
 
     model: str
@@ -61,6 +63,9 @@ class Artifact:
     outputs: tuple[Port, ...] = ()
     operators: tuple[Decision, ...] = ()
     preprocessing: Preprocessing | None = None
+    labels: Labels | None = None
+    compression: Compression | None = None
+    measured: Mapping[str, Any] = field(default_factory=dict)
     processor: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, str] = field(default_factory=dict)
 
@@ -113,6 +118,21 @@ class Target:
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    has_answers: ClassVar[bool] = False  # whether an artifact is run here on more than what it is checked with
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether an artifact's input is an image: `lower` is then given a module of bytes (`targets.pictures`)."""
+        return False
+
+    def answers(self, artifact: Artifact) -> Callable[[Tensor], Tensor]:
+        """A call that gives for one input what the module gives, as the artifact made of it does: see `has_answers`."""
+        raise NotImplementedError
+
+    def require_answers(self) -> None:
+        """Do nothing where an artifact can be run on images here. Raises InputError where it cannot."""
+        if not self.has_answers:
+            raise self._lacks("data", [name for name, target in targets().items() if target.has_answers])
 
     def availability(self) -> Availability:
         """What this machine can do for the target. Cheap: it looks for packages and tools, and runs nothing."""
@@ -162,8 +182,12 @@ class Target:
         chosen = {name: value for name, value in given.items() if value is not None}
         for name in chosen:
             if name not in self.options():
-                raise InputError(f"target {self.name!r} has no --{name.replace('_', '-')}: leave it out")
+                raise self._lacks(name, [each for each, target in targets().items() if name in target.options()])
         return replace(self, **chosen) if chosen else self  # type: ignore[type-var]
+
+    def _lacks(self, option: str, having: Sequence[str]) -> InputError:
+        lower_for = f", or lower for {' or '.join(having)}" if having else ""
+        return InputError(f"target {self.name!r} has no --{option.replace('_', '-')}: leave it out{lower_for}")
 
     def require_build(self) -> None:
         """Do nothing where this machine can build for the target.
@@ -187,6 +211,8 @@ class Target:
         inputs: Sequence[np.ndarray] = (),
         outputs: Sequence[np.ndarray] = (),
         operators: tuple[Decision, ...] = (),
+        labels: Labels | None = None,
+        compression: Compression | None = None,
         processor: Mapping[str, Any] | None = None,
         runtime: Mapping[str, str] | None = None,
     ) -> Artifact:
@@ -205,6 +231,8 @@ class Target:
             inputs=ports(inputs),
             outputs=ports(outputs),
             operators=operators,
+            labels=labels,
+            compression=compression,
             processor=processor or {},
             runtime=runtime or {},
         )

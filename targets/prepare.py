@@ -16,12 +16,13 @@ from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
 from attnrewrite.passes.fx.fold_constants import FoldConstants
 from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.in_float32 import InFloat32
+from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 
 CANONICAL: Pipeline[ExportedProgram] = Pipeline(
     (Decompose(WRITTEN_OUT), FoldConstants(), Decompose()), name="canonical"
 )
-_HALVES = {torch.float16: check.FLOAT16, torch.bfloat16: check.BFLOAT16}
+HALVES = {torch.float16: check.FLOAT16, torch.bfloat16: check.BFLOAT16}
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ def in_float32(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Prepare
         CheckFailedError: in float32 it gives other outputs than half precision explains.
     """
     held = (*module.parameters(), *module.buffers(), *example_inputs)
-    found = [dtype for dtype in _HALVES if any(tensor.dtype == dtype for tensor in held)]
+    found = [dtype for dtype in HALVES if any(tensor.dtype == dtype for tensor in held)]
     if not found:
         return Prepared(module, example_inputs)
     own = specialise(module, example_inputs).module()
     assert isinstance(own, GraphModule)
     wide = InFloat32()(own)  # a copy: the program shares its weights with the module
-    inputs = tuple(tensor.float() if tensor.dtype in _HALVES else tensor for tensor in example_inputs)
-    relative = max(_HALVES[dtype] for dtype in found)
+    inputs = tuple(tensor.float() if tensor.dtype in HALVES else tensor for tensor in example_inputs)
+    relative = max(HALVES[dtype] for dtype in found)
     check.agree("the module in float32", reference(wide, inputs), reference(module, example_inputs), relative)
     names = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
     return Prepared(wide, inputs, (f"compiled from the model in float32 (it is in {names}): its inputs are float32",))
@@ -97,6 +98,13 @@ def arrays(values: object) -> tuple[np.ndarray, ...]:
 def _array(tensor: Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()  # numpy has no bfloat16
+
+
+def exact(program: ExportedProgram, inputs: tuple[Tensor, ...]) -> tuple[np.ndarray, ...]:
+    """What the program gives for `inputs` in float64."""
+    module = program.module()
+    assert isinstance(module, GraphModule)
+    return arrays(Wide(module).run(*inputs))
 
 
 def reference(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[np.ndarray, ...]:

@@ -20,6 +20,27 @@ class Port:
 
 
 @dataclass(frozen=True)
+class Labels:
+    """What an artifact calls the classes of a classifier, in their order, instead of giving numbers.
+
+    Beside each name it gives the `softmax` of the model's outputs, or the outputs as they are.
+    """
+
+    names: tuple[str, ...]
+    softmax: bool
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How an artifact's weights are held in fewer bytes, how many are, and what the model takes without and with it."""
+
+    method: str
+    weights: int
+    size_bytes_before: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class Decision:
     """What became of one value of the lowered graph: the rule that took its operators, or why none did.
 

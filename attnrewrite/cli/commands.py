@@ -21,7 +21,7 @@ from attnrewrite.cli.options import (
     SourceName,
     VariantOptions,
 )
-from attnrewrite.cli.output import Outcome, bars, conversion_table, evaluation_table, schedule_table, table
+from attnrewrite.cli.output import Outcome, bars, conversion_table, evaluation_table, made_lines, schedule_table, table
 from attnrewrite.errors import InputError
 from attnrewrite.files import as_path, check_apart, check_free, staged
 from attnrewrite.request import Budget, Calibration
@@ -129,6 +129,24 @@ def lower(
         str | None,
         typer.Option(metavar="iOS17|iOS18", help="The oldest system, for coreml-npu.", show_default=False),
     ] = None,
+    image_input: Annotated[
+        bool, typer.Option("--image-input", help="Take images, the preprocessing inside, for coreml-npu.")
+    ] = False,
+    labels: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Answer with names, one a line, for coreml-npu.", show_default=False),
+    ] = None,
+    compress: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8|palette6|palette4|prune", help="Make its weights smaller, for coreml-npu.", show_default=False
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Images, to measure the artifact on as well.", show_default=False)
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="So many of them, drawn at random.")] = 256,
+    skip_bad: SkipBad = False,
     cpu: Cpu = None,
     system: Annotated[
         str | None,
@@ -141,23 +159,38 @@ def lower(
     the runtime, the check, what became of every operator.
     """
     from attnrewrite import api
+    from attnrewrite.images.dataset import load_images
     from attnrewrite.targets.base import get_target
+    from attnrewrite.targets.pictures import require_picture
     from attnrewrite.targets.record import as_data
 
     out = output.out
     check_free(out, force=output.force)
-    check_apart(out, _paths(source, model.checkpoint))
+    check_apart(out, _paths(source, model.checkpoint, labels, data))
     options: dict[str, Any] = {"layout": layout, "cpu": cpu, "system": system, "minimum_target": minimum_target}
-    get_target(target).configured(**options).require_build()
+    options |= {"image_input": image_input or None, "labels": labels, "compress": compress}
+    chosen = get_target(target).configured(**options)
+    chosen.require_build()
+    if data is not None:
+        chosen.require_answers()
+    images = None if data is None else load_images(data, skip_bad).sample(samples, run.execution.seed)
     loaded = _load(source, model, run)
+    if images is not None:
+        images.check(loaded.preprocessing, loaded.input_size)
     if run.dry_run:
+        if chosen.takes_pictures:
+            require_picture(loaded.name, tuple(each[:1] for each in loaded.example_inputs), loaded.preprocessing)
         return _would(f"lower {source} for {target} to {out}", source=source, target=target, out=str(out))
-    artifact = api.lower(loaded, target, out, force=output.force, threads=run.execution.threads, **options)
-    data = {**as_data(artifact), "path": str(artifact.path)}
-    made = f"{artifact.path}: {', '.join(artifact.files)} (checked: {artifact.check})"
+    with bars() as progress:
+        artifact = api.lower(
+            loaded, target, out, force=output.force, threads=run.execution.threads, data=images,
+            progress=progress, **options,
+        )  # fmt: skip
+    told = {**as_data(artifact), "path": str(artifact.path)}
+    made = made_lines(artifact)
     if not why:
-        return Outcome({key: value for key, value in data.items() if key != "operators"}, made)
-    return Outcome(data, schedule_table(artifact), note=made)
+        return Outcome({key: value for key, value in told.items() if key != "operators"}, made)
+    return Outcome(told, schedule_table(artifact), note=made)
 
 
 @command("attnrewrite compare out/vit --target host --target arm-cpu --data test.npz --out out/compared")

@@ -207,6 +207,22 @@ def schedule_table(artifact: "Artifact") -> "RenderableType":
     return table(f"{artifact.model} for {artifact.target}: {artifact.schedule}", columns, rows)
 
 
+def made_lines(artifact: "Artifact") -> str:
+    """What an artifact is, how it was checked, what its weights take and how it did on images."""
+    lines = [f"{artifact.path}: {', '.join(artifact.files)} (checked: {artifact.check})"]
+    if (smaller := artifact.compression) is not None:
+        share = smaller.size_bytes / smaller.size_bytes_before
+        lines.append(
+            f"{smaller.method} on {smaller.weights} weights: {smaller.size_bytes:,} bytes, {share:.0%} of "
+            f"{smaller.size_bytes_before:,}"
+        )
+    for name, each in artifact.measured.items():
+        figures = (("top-1", each["top1"]), ("agreement with the model", each["agreement"]))
+        told = ", ".join(f"{figure} {value:.2f} %" for figure, value in figures if value is not None)
+        lines.append(f"the {name} on {each['n']} images: {told or 'no labels'}")
+    return "\n".join(lines)
+
+
 def evaluation_table(evaluations: Mapping[str, Evaluation]) -> "RenderableType":
     columns = {"model": "left", "images": "right", "top-1": "right", "agreement": "right", "logit MSE": "right"}
     rows = [

@@ -1,9 +1,10 @@
 """Accuracy, and agreement with a reference: several models over the same batches, in one pass."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.evaluation.records import Evaluation
@@ -14,7 +15,7 @@ from attnrewrite.request import Progress
 
 @torch.no_grad()
 def evaluate_modules(
-    modules: Mapping[str, nn.Module],
+    modules: Mapping[str, Callable[[Tensor], Any]],
     images: Images,
     preprocessing: Preprocessing | None,
     *,
@@ -81,7 +82,7 @@ class _Total:
         )
 
 
-def _logits(name: str, module: nn.Module, pixels: Tensor) -> Tensor:
+def _logits(name: str, module: Callable[[Tensor], Any], pixels: Tensor) -> Tensor:
     try:
         output = module(pixels)
     except Exception as error:  # a model refuses an input in its own words

@@ -30,11 +30,12 @@ log = logging.getLogger("attnrewrite")
 
 @dataclass(frozen=True)
 class Built:
-    """A model, and what its own configuration says about its input."""
+    """A model, and what its own configuration says about its input, and of its classes where it names them."""
 
     model: nn.Module
     input_size: Size | None
     preprocessing: Preprocessing | None
+    labels: tuple[str, ...] | None = None
 
 
 @contextmanager
@@ -134,7 +135,8 @@ def _hugging_face(name: str, checkpoint: str | None, size: Size | None) -> Built
     else:
         model = kind(config)
         _load(model, checkpoint, f"hf:{name}")
-    return Built(TensorOutputs(model), size or _hf_size(config), _hf_preprocessing(transformers, place, offline))
+    preprocessing = _hf_preprocessing(transformers, place, offline)
+    return Built(TensorOutputs(model), size or _hf_size(config), preprocessing, _hf_labels(kind, config))
 
 
 class TensorOutputs(nn.Module):
@@ -171,6 +173,13 @@ def _hf_size(config: Any) -> Size | None:
         return None
     height, width = (side, side) if isinstance(side, int) else side
     return getattr(config, "num_channels", 3), height, width
+
+
+def _hf_labels(kind: type, config: Any) -> tuple[str, ...] | None:
+    """The names of a classifier's classes; None where the configuration has but numbers for them."""
+    names = tuple(str(config.id2label[place]) for place in sorted(config.id2label))
+    unnamed = names == tuple(f"LABEL_{place}" for place in range(len(names)))
+    return None if unnamed or not kind.__name__.endswith("ForImageClassification") else names
 
 
 def _hf_preprocessing(transformers: ModuleType, place: str, offline: bool) -> Preprocessing | None:

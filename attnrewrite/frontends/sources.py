@@ -50,6 +50,7 @@ class Origin:
     std: tuple[float, ...] | None = None
     crop: float = 1.0
     interpolation: str = "bicubic"
+    labels: tuple[str, ...] | None = None
 
     @property
     def preprocessing(self) -> Preprocessing | None:
@@ -88,7 +89,8 @@ class Source:
     `example_inputs` is what it runs on: [1, C, H, W] where attnrewrite made it. `origin` is how to load it again (of a
     converted folder: how to load the model it was converted from); None for what exists in memory only. `folder` is
     the converted folder that it was read from, or None. `code` is the digest of the file whose code made it, NO_CODE
-    where none did; None of a folder and of what exists in memory only.
+    where none did; None of a folder and of what exists in memory only. `labels` are the names of the classes, where the
+    model's own configuration has them.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Source:
     folder: Path | None = None
     own: Scan | None = None
     code: str | None = None
+    labels: tuple[str, ...] | None = None
 
     def original(self, spec: str | None = None, checkpoint: str | None = None) -> "Source":
         """The model that this converted folder was made from: `spec` and `checkpoint` where they are given, else as the
@@ -214,6 +217,7 @@ def _describe(origin: Origin, source: Source) -> Origin:
     return replace(
         origin,
         input_size=origin.input_size or size,
+        labels=source.labels,
         **({} if known is None else {f: getattr(known, f) for f in ("mean", "std", "crop", "interpolation")}),
     )
 
@@ -289,6 +293,7 @@ def _from_library(library: str, name: str, checkpoint: str | None, size: Size | 
         preprocessing=built.preprocessing,
         origin=Origin(spec, _absolute(checkpoint), size),
         code=NO_CODE,
+        labels=built.labels,
     )
 
 
@@ -302,9 +307,8 @@ def _from_folder(folder: Path, checkpoint: str | None) -> Source:
         origin = None if said is None else TypeAdapter(Origin).validate_python(said)
     except (InputError, KeyError, TypeError, ValidationError) as error:
         raise InputError(f"{folder / 'report.json'} is missing or damaged: convert the model again") from error
-    return replace(
-        source, origin=origin, preprocessing=origin.preprocessing if origin else None, folder=folder.absolute()
-    )
+    source = replace(source, origin=origin, folder=folder.absolute())
+    return source if origin is None else replace(source, preprocessing=origin.preprocessing, labels=origin.labels)
 
 
 def _from_onnx(path: Path, checkpoint: str | None, size: Size | None) -> Source:

@@ -30,7 +30,7 @@ _NO_PATH = (
 _ON_CPU = ("gather", "gather_along_axis", "gather_nd", "topk")
 _FROM_A14 = ("resize", "resize_bilinear", "resize_nearest_neighbor", "upsample_bilinear", "upsample_nearest_neighbor")
 _FROM_A15 = ("sin", "cos")
-_UNCOUNTED = ("const",)
+_UNCOUNTED = ("const", "classify")  # a label is looked up after the program has run
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,15 @@ def _tensors(operation: Any) -> Iterator[Any]:
     """The operator's operands that are computed, and what it makes."""
     for given in operation.inputs.values():
         for variable in given if isinstance(given, (list, tuple)) else (given,):
-            if variable is not None and variable.val is None:
+            if variable is not None and not is_constant(variable):
                 yield variable
     yield from operation.outputs
+
+
+def is_constant(variable: Any) -> bool:
+    """Whether a program holds the value, as it is or compressed."""
+    compressed = variable.op is not None and variable.op.op_type.startswith("constexpr_")
+    return compressed or variable.val is not None
 
 
 def _size(length: Any) -> int:

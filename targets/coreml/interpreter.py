@@ -10,7 +10,7 @@ program that coremltools holds in memory (`ct.convert(..., convert_to="milintern
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ import torch
 from torch import Tensor
 
 from attnrewrite.errors import InputError, first_line
-from attnrewrite.targets.coreml.operators import arithmetic, indexing, movement, recurrent
+from attnrewrite.targets.coreml.operators import arithmetic, compressed, indexing, movement, recurrent
 from attnrewrite.targets.coreml.operators.arithmetic import DTYPES
 
 SMALLEST_NORMAL = 2.0**-14  # of float16
 LARGEST_SAFE = 2.0**15  # half of float16's largest: other images reach further than the example
 _EXACT = 80.0  # dB: what rounding a value to float16 leaves is some 75
-OPERATORS = {**arithmetic.OPERATORS, **movement.OPERATORS, **indexing.OPERATORS, **recurrent.OPERATORS}
+OPERATORS = {
+    kind: operator
+    for part in (arithmetic, movement, indexing, recurrent, compressed)
+    for kind, operator in part.OPERATORS.items()
+}
 
 
 @dataclass(frozen=True)
@@ -92,22 +96,26 @@ def load(package: Path) -> Any:
 
 
 @torch.inference_mode()
-def interpret(program: Any, inputs: Mapping[str, Tensor], *, rounded: bool = True) -> Interpretation:
+def interpret(
+    program: Any, inputs: Mapping[str, Tensor], *, rounded: bool = True, also: Collection[str] = ()
+) -> Interpretation:
     """Run the main function of `program`: as declared, or all in float32 where not `rounded`.
+
+    The values named `also` are given beside the outputs, after them. A label is given as its place among the classes.
 
     Raises:
         InputError: an operator is not known here; it is named.
     """
     outputs: dict[str, Tensor] = {}
     overflowed = []
-    names = {variable.name for variable in program.functions["main"].outputs}
+    names = {variable.name for variable in program.functions["main"].outputs} | set(also)
     for operation, results, kept in _steps(program, inputs, rounded):
         outputs |= {name: value for name, value in kept.items() if name in names}
         if any(_overflows(result, value) for result, value in zip(results, kept.values(), strict=True)):
             overflowed.append(operation.name)
     given = {name: tensor.float() for name, tensor in inputs.items() if name in names}
     ordered = {variable.name: _value(variable, given | outputs) for variable in program.functions["main"].outputs}
-    return Interpretation(ordered, tuple(overflowed))
+    return Interpretation(ordered | {name: outputs[name] for name in also}, tuple(overflowed))
 
 
 @torch.inference_mode()
@@ -120,7 +128,7 @@ def beyond_half(program: Any, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
     named = []
     for operation, _, kept in _steps(program, inputs, False):
         made = {name for name, value in kept.items() if _is_beyond(value)}
-        if made or any(each.name in beyond for each in _operands(operation)):
+        if made or any(each.name in beyond for each in operands(operation)):
             named.append(operation.name)
         beyond |= made
     return tuple(named)
@@ -158,7 +166,7 @@ def _operator_error(
     exact: Mapping[str, Tensor],
     snr: dict[str, float],
 ) -> OperatorError:
-    before = min((snr[each.name] for each in _operands(operation) if each.name in snr), default=math.inf)
+    before = min((snr[each.name] for each in operands(operation) if each.name in snr), default=math.inf)
     own = min(snr[name] for name in found)
     values = [value for value in found.values() if value.is_floating_point()]
     small = sum(int(((value != 0) & (value.abs() < SMALLEST_NORMAL)).sum()) for value in values)
@@ -210,15 +218,14 @@ def _steps(
             del values[name]
 
 
-def _operands(operation: Any) -> Iterator[Any]:
+def operands(operation: Any) -> Iterator[Any]:
+    """The values that an operator reads, those of a list one by one."""
     for given in operation.inputs.values():
         yield from (each for each in (given if isinstance(given, (list, tuple)) else (given,)) if each is not None)
 
 
 def _apply(operation: Any, values: Mapping[str, Any]) -> list[Tensor]:
     kind = operation.op_type
-    if kind.startswith("constexpr_"):
-        return [_constant(operation.outputs[0].val)]
     if kind not in OPERATORS:
         raise InputError(
             f"the Core ML program holds operator {kind!r} ({operation.name}), which cannot be checked here"
@@ -233,11 +240,18 @@ def _apply(operation: Any, values: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _value(variable: Any, values: Mapping[str, Any]) -> Any:
-    return values[variable.name] if variable.name in values else _constant(variable.val)
+    return values[variable.name] if variable.name in values else constant(variable.val)
 
 
-def _constant(value: Any) -> Any:
-    if isinstance(value, str):
+def decompressed(operation: Any) -> Tensor:
+    """The constant that an operator `constexpr_...` holds, in the type that it declares. Raises as `interpret` does."""
+    (result,) = _apply(operation, {})
+    return _round(result, DTYPES[_dtype(operation.outputs[0])], True)
+
+
+def constant(value: Any) -> Any:
+    """A constant of a program as its operators are given it: numbers as tensors, of float32 where they are real."""
+    if isinstance(value, str | list):
         return value
     tensor = torch.from_numpy(np.array(value))
     return tensor.float() if tensor.is_floating_point() else tensor
@@ -259,7 +273,7 @@ def _last_uses(function: Any) -> dict[str, int]:
     """The position of the last operator that reads each value; the function's outputs are kept to the end."""
     uses = {}
     for position, operation in enumerate(function.operations):
-        for variable in _operands(operation):
+        for variable in operands(operation):
             uses[variable.name] = position
     for variable in function.outputs:
         uses.pop(variable.name, None)

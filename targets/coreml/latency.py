@@ -20,7 +20,7 @@ import numpy as np
 
 from attnrewrite.errors import unknown_name
 from attnrewrite.targets.base import Estimate
-from attnrewrite.targets.coreml.engine_rules import multiply_adds
+from attnrewrite.targets.coreml.engine_rules import is_constant, multiply_adds
 
 FITTED = Path(__file__).with_name("latency.toml")
 MOST_ERROR = 0.15  # the median, relative, on families that were not fitted to
@@ -76,7 +76,7 @@ def quantities(program: Any) -> dict[str, float]:
     """The terms of the sum for a program's main function, in millions of their unit; a call is one."""
     found = dict.fromkeys(TERMS, 0.0)
     for operation in program.functions["main"].operations:
-        if operation.op_type in _FREE or all(made.val is not None for made in operation.outputs):
+        if operation.op_type in _FREE or all(map(is_constant, operation.outputs)):
             continue  # what is constant is computed once
         kind = _kind(operation)
         for term, (kinds, quantity) in TERMS.items():
@@ -105,14 +105,15 @@ def _moved(operation: Any) -> int:
         for each in (value if isinstance(value, (list, tuple)) else (value,))
         if each is not None
     ]
-    return HALF * sum(_size(each) for each in (*given, *operation.outputs) if each.val is None)
+    return HALF * sum(_size(each) for each in (*given, *operation.outputs) if not is_constant(each))
 
 
 def _size(variable: Any) -> int:
     return math.prod(int(size) if isinstance(size, (int, np.integer)) else 1 for size in variable.shape)
 
 
-_FREE = ("reshape", "expand_dims", "squeeze", "identity", "cast", "batch_norm")  # norms of batches become convolutions'
+# Norms of batches become convolutions'; a label is looked up after the program has run.
+_FREE = ("reshape", "expand_dims", "squeeze", "identity", "cast", "batch_norm", "classify")
 _MOVES = (
     "transpose", "concat", "split", "stack", "slice_by_index", "slice_by_size", "pad", "tile", "pixel_shuffle",
     "pixel_unshuffle", "reverse", "gather", "gather_along_axis", "gather_nd", "scatter", "scatter_along_axis",

@@ -15,6 +15,8 @@ from torch.export import ExportedProgram
 from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.targets.coreml import spelling
 from attnrewrite.targets.coreml.pipeline import LAYOUTS, pipeline
+from attnrewrite.targets.pictures import COLORS
+from attnrewrite.targets.record import Labels
 
 NAME = "model.mlpackage"
 MINIMUMS = ("iOS17", "iOS18")  # the oldest systems that a package may be made for
@@ -22,11 +24,17 @@ MINIMUMS = ("iOS17", "iOS18")  # the oldest systems that a package may be made f
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a package is made. `layout` as in `pipeline`; `minimum` is one of MINIMUMS; `about` is its description."""
+    """How a package is made. `layout` as in `pipeline`; `minimum` is one of MINIMUMS; `about` is its description.
+
+    `image`: its input is an image of 8 bits a channel, which the program reads as [1, C, H, W] in 0..255. With `labels`
+    it answers with a name and a dictionary; a softmax that they ask for is the program's last operator.
+    """
 
     layout: str = "engine"
     minimum: str = "iOS17"
     about: str = ""
+    image: bool = False
+    labels: Labels | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -92,8 +100,19 @@ def _converted(program: ExportedProgram, precision: str, wanted: Wanted, edited:
         compute_precision=halves if precision == "FLOAT16" else ct.precision[precision],
         compute_units=ct.ComputeUnit.CPU_AND_NE,
         pass_pipeline=edited,
+        inputs=[_image(program)] if wanted.image else None,
+        classifier_config=ct.ClassifierConfig(list(wanted.labels.names)) if wanted.labels else None,
         skip_model_load=True,
     )
+
+
+def _image(program: ExportedProgram) -> Any:
+    """The program's input as an image, gray or RGB by its channels."""
+    import coremltools as ct
+
+    (name,) = program.graph_signature.user_inputs
+    shape = next(node.meta["val"].shape for node in program.graph.nodes if node.name == name)
+    return ct.ImageType(name=name, shape=tuple(shape), color_layout=ct.colorlayout[COLORS[shape[1]]])
 
 
 def loaded(package: Path) -> Any:

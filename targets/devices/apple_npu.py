@@ -2,17 +2,20 @@
 
 import platform
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import AttnRewriteError, Refusal
+from attnrewrite.errors import AttnRewriteError, InputError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Estimate, Run, Target, size_bytes
-from attnrewrite.targets.coreml import interpreter, latency, lowering, package
+from attnrewrite.targets.coreml import compression, interpreter, latency, lowering, package
+from attnrewrite.targets.coreml.labels import named, read_labels
 from attnrewrite.targets.prepare import arrays, canonical, in_float32, reference, specialise
 
 NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone only")
@@ -23,14 +26,19 @@ class CoreMLNpu(Target):
     """A float16 `.mlpackage`, checked operator by operator with every result rounded as the program declares it.
 
     `layout` is "engine", for the Neural Engine, or "as-is", the exporter's own; `minimum_target` is the oldest system
-    that it is for.
+    that it is for. With `image_input`, its input is an image, with `labels` (names, or a file of one a line) it answers
+    with the name of a class and the probability of each. `compress` is a method of `compression.METHODS`.
     """
 
     layout: str = "engine"
     minimum_target: str = "iOS17"
+    image_input: bool = False
+    labels: str | Path | tuple[str, ...] | None = None
+    compress: str | None = None
 
     name = "coreml-npu"
     summary = "Apple's Neural Engine: Core ML ML Program (iOS 17, macOS 14), float16"
+    has_answers = True
 
     def availability(self) -> Availability:
         if find_spec("coremltools") is None:
@@ -41,6 +49,15 @@ class CoreMLNpu(Target):
 
     def __post_init__(self) -> None:
         self._wanted("")
+        if self.labels is not None:
+            read_labels(self.labels)
+        refused = None if self.compress is None else compression.refusal(self.compress)
+        if refused is not None:
+            raise InputError(f"--compress {self.compress} {refused}")
+
+    @property
+    def takes_pictures(self) -> bool:
+        return self.image_input
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
@@ -49,9 +66,13 @@ class CoreMLNpu(Target):
         wide = in_float32(module, example_inputs)
         inputs, notes = _as_core_ml_takes(wide.inputs)
         expected = reference(wide.module, wide.inputs)
+        labels = None if self.labels is None else named(name, read_labels(self.labels), expected)
         program = specialise(wide.module, inputs)
-        made = lowering.lower(f"{name} for {self.name}", program, inputs, expected, out, self._wanted(name))
+        wanted = replace(self._wanted(name), image=self.image_input, labels=labels)
+        made = lowering.lower(f"{name} for {self.name}", program, inputs, expected, out, wanted, self.compress)
         how = f"MIL program interpreted with float16 rounding; in float32 it is within {made.float32.max_abs_error:.2g}"
+        if made.compression is not None:
+            how += " before it was compressed; then held to itself in float32, operator by operator the same program"
         return self.artifact(
             name,
             out,
@@ -59,9 +80,22 @@ class CoreMLNpu(Target):
             check=how,
             schedule=f"Core ML's own, layout {self.layout}: {made.engine.sentence()}",
             notes=(*notes, *wide.notes, *made.notes()),
-            inputs=arrays(inputs),
+            inputs=[array.astype(np.uint8) for array in arrays(inputs)] if self.image_input else arrays(inputs),
             outputs=expected,
+            labels=labels,
+            compression=made.compression,
         )
+
+    def answers(self, artifact: Artifact) -> Callable[[Tensor], Tensor]:
+        with package.quiet():
+            program = interpreter.load(artifact.path / package.NAME)
+
+        def answer(given: Tensor) -> Tensor:
+            taken, _ = _as_core_ml_takes((given,))
+            _, found = lowering.answers(program, taken, artifact.labels)
+            return torch.from_numpy(found[0])
+
+        return answer
 
     def _wanted(self, name: str) -> package.Wanted:
         return package.Wanted(self.layout, self.minimum_target, about=f"{name}, lowered by attnrewrite")

@@ -360,6 +360,7 @@ def test_a_transformers_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said | sizes))
     source = load_source(f"hf:{tmp_path}")
     assert torch.equal(logits(source), model(X).logits.detach())
+    assert source.labels is None  # its configuration has but numbers for its classes
     assert source.input_size == (3, 16, 16)
     assert source.preprocessing == Preprocessing((0.25,), (0.125,), 0.5, "bilinear")
     assert not caplog.text
@@ -368,16 +369,19 @@ def test_a_transformers_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert load_source(f"hf:{tmp_path}").preprocessing is None
     transformers.ViTModel(config).save_pretrained(tmp_path)
     features = load_source(f"hf:{tmp_path}")
+    assert features.labels is None
     assert [list(each.shape) for each in logits(features)] == [[2, 5, 16], [2, 16]]
 
-    config.architectures, config.num_labels = ["ViTForImageClassification"], 7
+    config.architectures, config.id2label = ["ViTForImageClassification"], dict(enumerate("abcdefg"))
     config.save_pretrained(tmp_path)
     with pytest.raises(
         InputError, match=r"its weights do not fit its configuration: 2 missing \(classifier.bias, class"
     ):
         load_source(f"hf:{tmp_path}")
     (tmp_path / "model.safetensors").unlink()
-    assert logits(load_source(f"hf:{tmp_path}")).shape == (2, 7)
+    named = load_source(f"hf:{tmp_path}")
+    assert logits(named).shape == (2, 7)
+    assert named.labels == named.origin.labels == tuple("abcdefg")
     assert "random weights" in caplog.text
 
 

@@ -241,6 +241,11 @@ CASES: dict[str, tuple[str, int, str]] = {
         2,
         "good.pth is no folder and is not replaced",
     ),
+    "pictures for another target": (
+        f"lower models.py:vit {SIZE} --target arm-cpu --image-input --out out",
+        2,
+        "target 'arm-cpu' has no --image-input: leave it out, or lower for coreml-npu",
+    ),
     "existing, to lower": (f"lower models.py:vit {SIZE} --target host --out existing", 2, "existing exists"),
     "code for a page": (
         f"explain models.py:vit {SIZE} --graph models.py --force",

@@ -107,10 +107,11 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
 
 # What torch is not turned into here; test_coreml_operators builds it directly.
 OF_THEIR_OWN = {
-    "acos", "argsort", "asin", "atan", "cosh", "cumsum", "einsum", "exp2", "fill", "fill_like", "gather_nd", "identity",
-    "inverse", "lstm", "mod", "one_hot", "pixel_unshuffle", "reduce_l1_norm", "reduce_prod", "reduce_sum_square",
-    "resample", "scatter", "scatter_along_axis", "scatter_nd", "shape", "sinh", "slice_by_size", "softsign", "tan",
-    "topk",
+    "acos", "argsort", "asin", "atan", "classify", "constexpr_affine_dequantize", "constexpr_blockwise_shift_scale",
+    "constexpr_cast", "constexpr_lut_to_dense", "constexpr_sparse_to_dense", "cosh", "cumsum", "einsum", "exp2",
+    "fill", "fill_like", "gather_nd", "identity", "inverse", "lstm", "mod", "one_hot", "pixel_unshuffle",
+    "reduce_l1_norm", "reduce_prod", "reduce_sum_square", "resample", "scatter", "scatter_along_axis", "scatter_nd",
+    "shape", "sinh", "slice_by_size", "softsign", "tan", "topk",
 }  # fmt: skip
 
 

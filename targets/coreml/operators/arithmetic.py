@@ -21,6 +21,8 @@ DTYPES = {
     "uint16": torch.int32,
     "int32": torch.int32,
     "bool": torch.bool,
+    "string": torch.int64,  # a label, by its place among the classes
+    "dict": torch.float32,  # what each label has, in their order
 }
 
 _UNARY = {

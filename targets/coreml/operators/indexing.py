@@ -107,6 +107,12 @@ def cumsum(x: Tensor, axis: Tensor, exclusive: Tensor, reverse: Tensor) -> Tenso
     return sums.flip(dim) if bool(reverse) else sums
 
 
+def classify(probabilities: Tensor, classes: list[str]) -> tuple[Tensor, Tensor]:
+    """The place of the best class, and what every class has, in their order."""
+    flat = probabilities.reshape(-1)
+    return flat.argmax(), flat
+
+
 _FUNCTIONS = (
     gather,
     gather_along_axis,
@@ -118,6 +124,7 @@ _FUNCTIONS = (
     argsort,
     one_hot,
     cumsum,
+    classify,
 )
 
 OPERATORS: dict[str, Callable[..., Any]] = {function.__name__: function for function in _FUNCTIONS}
