@@ -26,6 +26,7 @@ from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.passes.draws import drawn
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.verify import identity_errors, relative_error
+from attnrewrite.passes.wide import Wide
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.plan import Placement, Plan
@@ -77,10 +78,10 @@ def test_every_spelling_is_one_site_and_rewrites_to_itself(spelling: Spelling) -
     x = torch.randn(3, *captured.example_inputs[0].shape[1:])
     with torch.no_grad():
         assert relative_error(rewritten(x), captured.module(x)) < 1e-6
-    assert (
-        identity_errors(captured.module, rewritten, found, drawn(captured.module, captured.example_inputs))[site.id]
-        < 1e-6
-    )
+    draws = drawn(captured.module, captured.example_inputs)
+    assert list(identity_errors(captured.module, rewritten, found, draws)) == [site.id]
+    for draw in draws:
+        assert relative_error(*(Wide(each).run(*draw.inputs) for each in (rewritten, captured.module))) < 1e-6
 
 
 @pytest.mark.parametrize("spelling", MIXED, ids=lambda s: s.name)
