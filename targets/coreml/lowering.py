@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -17,6 +18,7 @@ from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.coreml import interpreter, package
 from attnrewrite.targets.coreml.engine_rules import EngineReport, lint
+from attnrewrite.targets.limits import TYPES, require_compilable
 from attnrewrite.targets.prepare import arrays, canonical
 
 SHOWN = 5  # operators named in a note
@@ -60,6 +62,7 @@ def lower(
         InputError: coremltools cannot convert the program, or the interpreter lacks an operator; both are named.
         CheckFailedError: a package does not give `expected`, the module's outputs for `inputs`.
     """
+    require_compilable(program, "Core ML", TYPES - {torch.bfloat16})
     prepared = canonical(program)
     agree = partial(_check, inputs=inputs, expected=expected, exact=lambda: arrays(_exact(program, inputs)))
     with tempfile.TemporaryDirectory() as folder:

@@ -14,24 +14,50 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError
-from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose, own_decompositions
+from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose, in_others
+from attnrewrite.targets.prepare import canonical
 
-MOST_ROUNDS = 4  # a decomposition may itself be of what is lacking
+DEEPEST = 8  # a decomposition may itself be of what is lacking: so often at most
 
 
 def readable(program: ExportedProgram) -> ExportedProgram:
-    """The program with every operator that coremltools lacks written out, where torch can.
+    """The program with every operator that coremltools lacks written out.
 
     Raises:
-        InputError: it draws random numbers, so that no package can give what it gives.
+        InputError: one is left that torch does not write out, or it draws random numbers, so that no package can give
+            what it gives; it is named with its node.
     """
     _refuse_chance(program)
-    for _ in range(MOST_ROUNDS):
-        simpler = written_out(program, {node.target for node in _operators(program) if not _is_known(node.target)})
+    for _ in range(DEEPEST):
+        lacking = [node for node in _operators(program) if not _is_known(node.target)]
+        if not lacking:
+            return program
+        try:
+            simpler = written_out(program, {node.target for node in lacking})
+        except Exception as error:  # torch's decompositions raise what their parts raise
+            raise _refused(lacking[0]) from error
         if simpler is None:
-            break
+            raise _refused(lacking[0])
         program = simpler
-    return program
+    raise _refused(lacking[0])
+
+
+def _refused(node: fx.Node) -> InputError:
+    return InputError(
+        f"coremltools has no operator {told(node)}: rewrite that part of the model, or lower for another target"
+    )
+
+
+def without(program: ExportedProgram, node: fx.Node) -> ExportedProgram | None:
+    """The program with the operator of `node` written out, in others that coremltools reads; None where it cannot be.
+
+    It is for what coremltools knows and fails at.
+    """
+    try:
+        simpler = written_out(program, [node.target])
+        return None if simpler is None else readable(simpler)
+    except Exception:  # of torch's decompositions; the caller tells what coremltools said
+        return None
 
 
 @torch.inference_mode()
@@ -52,8 +78,8 @@ def written_out(program: ExportedProgram, operators: Collection[Any]) -> Exporte
     ours = {each: WRITTEN_OUT[each] for each in operators if each in WRITTEN_OUT}
     # Torch writes some out in primitives of its own, which say what they are in aten.
     primitives = {each: each.impl_aten for each in operators if getattr(each, "namespace", "") == "prims"}
-    table = own_decompositions(operators) | primitives | ours
-    return Decompose(table)(program) if table else None
+    table = in_others(operators) | primitives | ours
+    return canonical(Decompose(table)(program)) if table else None
 
 
 def culprit(error: BaseException, program: ExportedProgram) -> fx.Node | None:
@@ -79,4 +105,4 @@ def _operators(program: ExportedProgram) -> list[Any]:
 def _is_known(operator: Any) -> bool:
     from coremltools.converters.mil.frontend.torch.torch_op_registry import _TORCH_OPS_REGISTRY
 
-    return _TORCH_OPS_REGISTRY.get_func(operator.__name__) is not None
+    return operator.namespace != "prims" and _TORCH_OPS_REGISTRY.get_func(operator.__name__) is not None

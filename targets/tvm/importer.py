@@ -13,9 +13,9 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from attnrewrite.errors import InputError, first_line
-from attnrewrite.passes.fx.decompositions import Decompose, own_decompositions
+from attnrewrite.passes.fx.decompositions import Decompose, in_others
+from attnrewrite.targets.limits import require_compilable
 from attnrewrite.targets.prepare import canonical
-from attnrewrite.targets.tvm.limits import require_compilable
 from attnrewrite.targets.tvm.written_out import ARITHMETIC, MISREAD, WRITTEN_OUT
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def readable(program: ExportedProgram) -> tuple[ExportedProgram, Any]:
     Raises:
         InputError: as `import_program`.
     """
-    require_compilable(program)
+    require_compilable(program, "TVM")
     program = canonical(program)
     for _ in range(DEEPEST):
         misread = {node.target for node in program.graph.nodes if _is_misread(node)}
@@ -75,7 +75,7 @@ def _refused(failure: _Untranslated) -> InputError:
 
 def _in_others(operators: set[Any]) -> dict[Any, Callable[..., Any]]:
     """What operators are written out in; ours go before torch's own, which may be in more, or in none that we know."""
-    return own_decompositions(operators) | {each: WRITTEN_OUT[each] for each in operators & WRITTEN_OUT.keys()}
+    return in_others(operators) | {each: WRITTEN_OUT[each] for each in operators & WRITTEN_OUT.keys()}
 
 
 def _translated(program: ExportedProgram) -> Any:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnrewrite.passes.fx.lacking import along_one_axis
 from attnrewrite.passes.fx.resampling import RESIZES, by_strides, resized, spread, summed_windows
 
 aten = torch.ops.aten
@@ -23,12 +24,7 @@ def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     given = [index for index in indices if index is not None]
     if len(axes) < 2 or any(index.dtype == torch.bool for index in given):
         return NotImplemented
-    others = [axis for axis in range(x.dim()) if axis not in axes]
-    sizes = [x.shape[axis] for axis in axes]
-    place = torch.where(given[0] < 0, given[0] + sizes[0], given[0])
-    for index, size in zip(given[1:], sizes[1:], strict=True):
-        place = place * size + torch.where(index < 0, index + size, index)
-    joined = x.permute(*axes, *others).reshape(math.prod(sizes), *(x.shape[axis] for axis in others))
+    place, joined, _, _ = along_one_axis(x, axes, given)
     found = joined.index_select(0, place.flatten()).reshape(*place.shape, *joined.shape[1:])
     # The new axes stand where the indexed ones did, or first where those are no neighbours.
     first = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
@@ -51,20 +47,6 @@ def _in_one_type(operation: Callable[[Any, Any], Tensor], turned: bool = False) 
         return operation(second, first) if turned else operation(first, second)
 
     return compute
-
-
-def _variance(
-    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> Tensor:
-    axes = tuple(dim) if dim else tuple(range(x.dim()))
-    count = math.prod(x.shape[axis] for axis in axes)
-    freedom = count - (1 if correction is None else correction)
-    squares = (x - x.mean(axes, keepdim=True)).square().mean(axes, keepdim=keepdim)
-    return squares * (count / freedom if freedom > 0 else math.nan)
-
-
-def _deviation(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
-    return _variance(x, dim, **options).sqrt()
 
 
 def _windows(x: Tensor, dim: int, size: int, step: int, dilation: int) -> Tensor:
@@ -218,7 +200,6 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.as_strided.default: by_strides,
     aten.col2im.default: summed_windows,
     aten.im2col.default: _im2col,
-    aten.std.correction: _deviation,
     **{each: resized(each) for each in RESIZES},
     aten._adaptive_avg_pool2d.default: _adaptive_mean,
     aten.adaptive_avg_pool2d.default: _adaptive_mean,
@@ -232,7 +213,6 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.pixel_shuffle.default: _pixel_shuffle,
     aten.sum.default: _summed_as(aten.sum.default),
     aten.sum.dim_IntList: _summed_as(aten.sum.dim_IntList),
-    aten.var.correction: _variance,
     **ARITHMETIC,
 }
 # What the importer has and misreads, or reads as what no schedule of ours knows, and that is written out well.
@@ -246,6 +226,4 @@ MISREAD = {
     aten.conv_transpose2d.input,
     aten.instance_norm.default,
     aten.pixel_shuffle.default,
-    aten.std.correction,
-    aten.var.correction,
 }
