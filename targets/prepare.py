@@ -80,16 +80,30 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
-class _EachOnce(nn.Module):
-    """The tensors that a module gives, in order, each once."""
+class _Tensors(nn.Module):
+    """The tensors that a module gives, in order; each once, where `once`."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, once: bool) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.once = module, once
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        tensors = (leaf for leaf in tree_leaves(self.module(*inputs)) if isinstance(leaf, Tensor))
-        return tuple({id(tensor): tensor for tensor in tensors}.values())
+        tensors = [leaf for leaf in tree_leaves(self.module(*inputs)) if isinstance(leaf, Tensor)]
+        return tuple({id(tensor): tensor for tensor in tensors}.values()) if self.once else tuple(tensors)
+
+
+def tensors_alone(program: ExportedProgram) -> ExportedProgram:
+    """The program without outputs that are no tensors: numbers, and None."""
+    if all(isinstance(each, Node) for each in _given(program)):
+        return program
+    assert program.example_inputs is not None
+    return forget_history(torch.export.export(_Tensors(program.module(), once=False), *program.example_inputs))
+
+
+def _given(program: ExportedProgram) -> Sequence[object]:
+    given = program.graph.output_node().args[0]
+    assert isinstance(given, Sequence)
+    return given
 
 
 def each_once(
@@ -102,11 +116,10 @@ def each_once(
         InputError: torch.export cannot capture it.
     """
     program = specialise(module, example_inputs)
-    given = program.graph.output_node().args[0]
-    assert isinstance(given, Sequence)
+    given = _given(program)
     if all(isinstance(each, Node) for each in given) and len(set(given)) == len(given):
         return program, module, ()
-    plain = _EachOnce(module)
+    plain = _Tensors(module, once=True)
     return specialise(plain, example_inputs), plain, ("outputs that are no tensors, or given before, are left out",)
 
 

@@ -69,6 +69,19 @@ def in_others(operators: Iterable[Any]) -> dict[Any, Callable[..., Any]]:
     return found | composites | {each: LACKING[each] for each in wanted if each in LACKING}
 
 
+def either(first: Mapping[Any, Callable[..., Any]], then: Mapping[Any, Callable[..., Any]]) -> dict[Any, Any]:
+    """Both tables in one: what `first` leaves of an operator is written out as `then` says."""
+
+    def both(one: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*given: Any, **options: Any) -> Any:
+            found = one(*given, **options)
+            return other(*given, **options) if found is NotImplemented else found
+
+        return compute
+
+    return {**then, **{each: both(one, then[each]) if each in then else one for each, one in first.items()}}
+
+
 def _operators(program: ExportedProgram) -> Counter[Any]:
     return Counter(node.target for node in program.graph.nodes if node.op == "call_function")
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnrewrite.passes.fx.resampling import OTHER_RESIZES, resized
+from attnrewrite.passes.fx.resampling import OTHER_RESIZES, resized, transposed_convolution
 
 aten = torch.ops.aten
 
@@ -222,9 +222,8 @@ def _without_nan(
     if not x.is_floating_point():
         return x * 1
     limits = torch.finfo(x.dtype)
-    kept = x.clamp(limits.min if neginf is None else None, limits.max if posinf is None else None)
-    for value, given in ((torch.inf, posinf), (-torch.inf, neginf)):
-        kept = kept if given is None else torch.where(x == value, number(x, given), kept)
+    kept = torch.where(x == torch.inf, number(x, limits.max if posinf is None else posinf), x)
+    kept = torch.where(x == -torch.inf, number(x, limits.min if neginf is None else neginf), kept)
     return torch.where(x == x, kept, number(x, 0.0 if nan is None else nan))
 
 
@@ -366,6 +365,7 @@ LACKING: dict[Any, Callable[..., Any]] = {
     aten.bitwise_xor.Tensor: _of_truth(torch.logical_xor),
     aten.bucketize.Tensor: _bucketize,
     aten.cdist.default: _distances,
+    aten.conv_transpose2d.input: transposed_convolution,
     aten.cummax.default: _running_extreme(torch.gt),
     aten.cummin.default: _running_extreme(torch.lt),
     aten.cumprod.default: _running(torch.mul),
@@ -384,6 +384,7 @@ LACKING: dict[Any, Callable[..., Any]] = {
     aten.max_unpool2d.default: _unpooled,
     aten.median.default: _middle,
     aten.median.dim: _median,
+    aten.min.dim: lambda x, dim, keepdim=False: (x.amin(dim, keepdim), x.argmin(dim, keepdim)),
     aten.nan_to_num.default: _without_nan,
     aten.prod.default: _product,
     aten.prod.dim_int: _products,

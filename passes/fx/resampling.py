@@ -1,5 +1,6 @@
 """Resizes, sliding windows and strides, in slices, sums and products with constants: what compilers read alike."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,12 +123,12 @@ def summed_windows(
     for row in range(high):
         for column in range(wide):
             begin = (row * dilation[0], column * dilation[1])
-            total = total + spread(parts[:, :, row, column], begin, stride, whole)
+            total = total + _spread(parts[:, :, row, column], begin, stride, whole)
     image = total[:, :, padding[0] : padding[0] + output[0], padding[1] : padding[1] + output[1]]
     return image if x.dim() == 3 else image[0]
 
 
-def spread(x: Tensor, begin: Sequence[int], stride: Sequence[int], whole: Sequence[int]) -> Tensor:
+def _spread(x: Tensor, begin: Sequence[int], stride: Sequence[int], whole: Sequence[int]) -> Tensor:
     """An image with `stride` - 1 zeros after each of its elements, at `begin` of a larger one of zeros."""
     lengths = [(count - 1) * step + 1 for count, step in zip(x.shape[2:], stride, strict=True)]
     image = _apart(_apart(x, 2, stride[0]), 3, stride[1])[:, :, : lengths[0], : lengths[1]]
@@ -141,3 +142,36 @@ def _apart(x: Tensor, dim: int, step: int) -> Tensor:
         return x
     behind = [0, 0] * (x.dim() - dim - 1) + [0, step - 1]
     return F.pad(x.unsqueeze(dim + 1), behind).flatten(dim, dim + 1)
+
+
+def transposed_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    output_padding: Sequence[int] = (0, 0),
+    groups: int = 1,
+    dilation: Sequence[int] = (1, 1),
+) -> Tensor:
+    """A transposed convolution: where windows do not overlap, as one over single places whose results are put side by
+    side; else as one over the image spread out, with its weights turned round.
+    """
+    stride, padding, output_padding, dilation = (
+        (each[0], each[-1]) for each in (stride, padding, output_padding, dilation)
+    )
+    size, (batch, channels, high, wide) = tuple(weight.shape[2:]), x.shape
+    made = weight.shape[1] * groups
+    parts = weight.reshape(groups, channels // groups, weight.shape[1], *size)
+    if size == stride and not any((*padding, *output_padding)) and dilation == (1, 1):
+        places = parts.permute(0, 2, 3, 4, 1).reshape(made * math.prod(size), channels // groups, 1, 1)
+        found = F.conv2d(x, places, None, groups=groups).reshape(batch, made, *size, high, wide)
+        image = found.permute(0, 1, 4, 2, 5, 3).reshape(batch, made, high * size[0], wide * size[1])
+        return image if bias is None else image + bias[:, None, None]
+    turned = parts.flip(3, 4).transpose(1, 2).reshape(made, channels // groups, *size)
+    before = [reach * (each - 1) - pad for reach, each, pad in zip(dilation, size, padding, strict=True)]
+    whole = [
+        (old - 1) * step + 1 + 2 * first + more
+        for old, step, first, more in zip((high, wide), stride, before, output_padding, strict=True)
+    ]
+    return F.conv2d(_spread(x, before, stride, whole), turned, bias, 1, 0, dilation, groups)

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError
-from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose, in_others
+from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose, either, in_others
 from attnrewrite.targets.prepare import canonical
 
 DEEPEST = 8  # a decomposition may itself be of what is lacking: so often at most
@@ -78,7 +78,7 @@ def written_out(program: ExportedProgram, operators: Collection[Any]) -> Exporte
     ours = {each: WRITTEN_OUT[each] for each in operators if each in WRITTEN_OUT}
     # Torch writes some out in primitives of its own, which say what they are in aten.
     primitives = {each: each.impl_aten for each in operators if getattr(each, "namespace", "") == "prims"}
-    table = in_others(operators) | primitives | ours
+    table = either(ours, in_others(operators) | primitives)
     return canonical(Decompose(table)(program)) if table else None
 
 

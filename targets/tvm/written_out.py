@@ -3,7 +3,6 @@
 Where torch's own decompositions serve, nothing stands here.
 """
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnrewrite.passes.fx.lacking import along_one_axis
-from attnrewrite.passes.fx.resampling import RESIZES, by_strides, resized, spread, summed_windows
+from attnrewrite.passes.fx.resampling import RESIZES, by_strides, resized, summed_windows, transposed_convolution
 
 aten = torch.ops.aten
 
@@ -105,39 +104,6 @@ def _line_mean(
     return image.squeeze(-2)
 
 
-def _transposed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Sequence[int] = (1, 1),
-    padding: Sequence[int] = (0, 0),
-    output_padding: Sequence[int] = (0, 0),
-    groups: int = 1,
-    dilation: Sequence[int] = (1, 1),
-) -> Tensor:
-    """A transposed convolution: where windows do not overlap, as one over single places whose results are put side by
-    side; else as one over the image spread out, with its weights turned round.
-    """
-    stride, padding, output_padding, dilation = (
-        (each[0], each[-1]) for each in (stride, padding, output_padding, dilation)
-    )
-    size, (batch, channels, high, wide) = tuple(weight.shape[2:]), x.shape
-    made = weight.shape[1] * groups
-    parts = weight.reshape(groups, channels // groups, weight.shape[1], *size)
-    if size == stride and not any((*padding, *output_padding)) and dilation == (1, 1):
-        places = parts.permute(0, 2, 3, 4, 1).reshape(made * math.prod(size), channels // groups, 1, 1)
-        found = F.conv2d(x, places, None, groups=groups).reshape(batch, made, *size, high, wide)
-        image = found.permute(0, 1, 4, 2, 5, 3).reshape(batch, made, high * size[0], wide * size[1])
-        return image if bias is None else image + bias[:, None, None]
-    turned = parts.flip(3, 4).transpose(1, 2).reshape(made, channels // groups, *size)
-    before = [reach * (each - 1) - pad for reach, each, pad in zip(dilation, size, padding, strict=True)]
-    whole = [
-        (old - 1) * step + 1 + 2 * first + more
-        for old, step, first, more in zip((high, wide), stride, before, output_padding, strict=True)
-    ]
-    return F.conv2d(spread(x, before, stride, whole), turned, bias, 1, 0, dilation, groups)
-
-
 def _solid_convolution(
     x: Tensor,
     weight: Tensor,
@@ -207,7 +173,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.conv1d.default: _line_convolution,
     aten.conv1d.padding: _line_convolution,
     aten.conv3d.default: _solid_convolution,
-    aten.conv_transpose2d.input: _transposed,
+    aten.conv_transpose2d.input: transposed_convolution,
     aten.cumsum.default: _summed_as(aten.cumsum.default),
     aten.instance_norm.default: _instance_norm,
     aten.pixel_shuffle.default: _pixel_shuffle,
