@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from attnrewrite.errors import Refusal
 from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.fx.history import forget_history
-from attnrewrite.passes.fx.lacking import LACKING, number
+from attnrewrite.passes.fx.lacking import FALLBACKS, LACKING, number
 from attnrewrite.passes.fx.resampling import (
     RESIZES,
     SMOOTHED,
@@ -66,7 +66,8 @@ def in_others(operators: Iterable[Any]) -> dict[Any, Callable[..., Any]]:
     composite = torch.export.default_decompositions()
     found: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions(wanted)
     composites = {each: composite[each] for each in wanted if each in composite}
-    return found | composites | {each: LACKING[each] for each in wanted if each in LACKING}
+    ours = LACKING | FALLBACKS
+    return found | composites | {each: ours[each] for each in wanted if each in ours}
 
 
 def either(first: Mapping[Any, Callable[..., Any]], then: Mapping[Any, Callable[..., Any]]) -> dict[Any, Any]:

@@ -365,7 +365,6 @@ LACKING: dict[Any, Callable[..., Any]] = {
     aten.bitwise_xor.Tensor: _of_truth(torch.logical_xor),
     aten.bucketize.Tensor: _bucketize,
     aten.cdist.default: _distances,
-    aten.conv_transpose2d.input: transposed_convolution,
     aten.cummax.default: _running_extreme(torch.gt),
     aten.cummin.default: _running_extreme(torch.lt),
     aten.cumprod.default: _running(torch.mul),
@@ -394,3 +393,5 @@ LACKING: dict[Any, Callable[..., Any]] = {
     aten.sort.stable: lambda x, *, stable=None, dim=-1, descending=False: torch.sort(x, dim, descending),
     aten.trunc.default: lambda x: x.sign() * x.abs().floor(),
 }
+# What compilers have, and fail at with some arguments.
+FALLBACKS: dict[Any, Callable[..., Any]] = {aten.conv_transpose2d.input: transposed_convolution}

@@ -86,7 +86,7 @@ def resized(operation: Any) -> Callable[..., Tensor]:
     def compute(x: Tensor, size: Sequence[int] | None, *options: Any) -> Tensor:
         given = x.shape[2:]
         factors = options[-1] if options else None
-        made = size or [int(length * factor) for length, factor in zip(given, factors, strict=True)]
+        made = size or [int(length * factor) for length, factor in zip(given, factors or (), strict=True)]
 
         def units(image: Tensor, axis: int) -> Tensor:
             kept = [made[each] if each == axis else length for each, length in enumerate(image.shape[2:])]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError
 from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose, either, in_others
+from attnrewrite.passes.fx.lacking import LACKING
 from attnrewrite.targets.prepare import canonical
 
 DEEPEST = 8  # a decomposition may itself be of what is lacking: so often at most
@@ -28,18 +29,40 @@ def readable(program: ExportedProgram) -> ExportedProgram:
             what it gives; it is named with its node.
     """
     _refuse_chance(program)
+    tried: set[object] = set()
     for _ in range(DEEPEST):
-        lacking = [node for node in _operators(program) if not _is_known(node.target)]
-        if not lacking:
-            return program
+        unknown = [node for node in _operators(program) if not _is_known(node.target)]
+        # Those of ours at once, as coremltools fails at them; what ours leave of them, it may have.
+        failing = [node for node in _operators(program) if node.target in LACKING and node.target not in tried]
+        if not unknown and not failing:
+            return _without_words(program)
+        tried |= {node.target for node in failing}
         try:
-            simpler = written_out(program, {node.target for node in lacking})
+            simpler = written_out(program, {node.target for node in (*unknown, *failing)})
         except Exception as error:  # torch's decompositions raise what their parts raise
-            raise _refused(lacking[0]) from error
+            raise _refused((*unknown, *failing)[0]) from error
         if simpler is None:
-            raise _refused(lacking[0])
+            raise _refused(unknown[0])
         program = simpler
-    raise _refused(lacking[0])
+    raise _refused((*unknown, *failing)[0])
+
+
+def _without_words(program: ExportedProgram) -> ExportedProgram:
+    """The program, none of its values called like a text that an operator takes: coremltools takes it for the value.
+
+    A division rounded down, "floor", fails beside a value of that name. Only names change.
+    """
+    words = {
+        leaf for node in program.graph.nodes for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, str)
+    }
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.name in words:
+            before = node.name
+            node._rename(f"{before}_value")
+            for spec in program.graph_signature.output_specs:
+                if getattr(spec.arg, "name", None) == before:
+                    spec.arg.name = node.name  # type: ignore[union-attr]
+    return program
 
 
 def _refused(node: fx.Node) -> InputError:
