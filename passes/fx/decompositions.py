@@ -4,8 +4,9 @@ TVM's importer drops attention's explicit scale in silence, refuses masks of boo
 queries, makes a gather of a select, and can fill neither a mask nor an integer tensor; its schedules for GPUs add to a
 product over a single element what is added to it once more; coremltools takes every gelu for the exact one, makes
 twenty gathers of a roll, and has no alias, no where on numbers, no bicubic resize, no sliding windows, no scatter
-between types and no one_hot of int64, and misreads resizes by other than whole factors. Shapes are fixed by then, so
-that a tensor like another is a constant.
+between types and no one_hot of int64, and misreads resizes by other than whole factors, reciprocals, steep softplus,
+statistics of whole tensors and those that were learnt. Shapes are fixed by then, so that a tensor like another is a
+constant. What compilers fail at rather than misread is in `lacking`.
 """
 
 import math
