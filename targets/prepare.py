@@ -1,12 +1,13 @@
 """A module made ready for a compiler: in float32, for fixed shapes, its operators in spellings that compilers read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
@@ -78,6 +79,49 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
         raise InputError(f"torch.export cannot capture the module for these inputs: {first_line(error)}") from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+class _Tensors(nn.Module):
+    """The tensors that a module gives, in order; each once, where `once`."""
+
+    def __init__(self, module: nn.Module, once: bool) -> None:
+        super().__init__()
+        self.module, self.once = module, once
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        tensors = [leaf for leaf in tree_leaves(self.module(*inputs)) if isinstance(leaf, Tensor)]
+        return tuple({id(tensor): tensor for tensor in tensors}.values()) if self.once else tuple(tensors)
+
+
+def tensors_alone(program: ExportedProgram) -> ExportedProgram:
+    """The program without outputs that are no tensors: numbers, and None."""
+    if all(isinstance(each, Node) for each in _given(program)):
+        return program
+    assert program.example_inputs is not None
+    return forget_history(torch.export.export(_Tensors(program.module(), once=False), *program.example_inputs))
+
+
+def _given(program: ExportedProgram) -> Sequence[object]:
+    given = program.graph.output_node().args[0]
+    assert isinstance(given, Sequence)
+    return given
+
+
+def each_once(
+    module: nn.Module, example_inputs: tuple[Tensor, ...]
+) -> tuple[ExportedProgram, nn.Module, tuple[str, ...]]:
+    """The program of `module` and the module that it is of, which gives tensors alone and none twice; with a note where
+    that is another than `module`. For compilers whose programs have no other outputs.
+
+    Raises:
+        InputError: torch.export cannot capture it.
+    """
+    program = specialise(module, example_inputs)
+    given = _given(program)
+    if all(isinstance(each, Node) for each in given) and len(set(given)) == len(given):
+        return program, module, ()
+    plain = _Tensors(module, once=True)
+    return specialise(plain, example_inputs), plain, ("outputs that are no tensors, or given before, are left out",)
 
 
 def canonical(program: ExportedProgram) -> ExportedProgram:

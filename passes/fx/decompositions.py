@@ -4,8 +4,9 @@ TVM's importer drops attention's explicit scale in silence, refuses masks of boo
 queries, makes a gather of a select, and can fill neither a mask nor an integer tensor; its schedules for GPUs add to a
 product over a single element what is added to it once more; coremltools takes every gelu for the exact one, makes
 twenty gathers of a roll, and has no alias, no where on numbers, no bicubic resize, no sliding windows, no scatter
-between types and no one_hot of int64, and misreads resizes by other than whole factors. Shapes are fixed by then, so
-that a tensor like another is a constant.
+between types and no one_hot of int64, and misreads resizes by other than whole factors, reciprocals, steep softplus,
+statistics of whole tensors and those that were learnt. Shapes are fixed by then, so that a tensor like another is a
+constant. What compilers fail at rather than misread is in `lacking`.
 """
 
 import math
@@ -22,7 +23,16 @@ from torch.export import ExportedProgram
 from attnrewrite.errors import Refusal
 from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.fx.history import forget_history
-from attnrewrite.passes.fx.resampling import RESIZES, by_strides, resized_unless_whole, summed_windows, windows
+from attnrewrite.passes.fx.lacking import FALLBACKS, LACKING, number
+from attnrewrite.passes.fx.resampling import (
+    RESIZES,
+    SMOOTHED,
+    by_strides,
+    resized,
+    resized_unless_whole,
+    summed_windows,
+    windows,
+)
 from attnrewrite.passes.fx.signature import other_signature, writes_in_place
 
 aten = torch.ops.aten
@@ -51,12 +61,27 @@ class Decompose(Pass[ExportedProgram]):
         return other_signature(before, result.graph) or writes_in_place(result.graph)
 
 
-def own_decompositions(operators: Iterable[Any]) -> dict[Any, Callable[..., Any]]:
-    """What torch itself writes `operators` out in; those that it does not write out are left out."""
+def in_others(operators: Iterable[Any]) -> dict[Any, Callable[..., Any]]:
+    """What `operators` are written out in, by us or by torch; those that neither writes out are left out."""
     wanted = [each for each in operators if isinstance(each, torch._ops.OpOverload)]
     composite = torch.export.default_decompositions()
     found: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions(wanted)
-    return found | {each: composite[each] for each in wanted if each in composite}
+    composites = {each: composite[each] for each in wanted if each in composite}
+    ours = LACKING | FALLBACKS
+    return found | composites | {each: ours[each] for each in wanted if each in ours}
+
+
+def either(first: Mapping[Any, Callable[..., Any]], then: Mapping[Any, Callable[..., Any]]) -> dict[Any, Any]:
+    """Both tables in one: what `first` leaves of an operator is written out as `then` says."""
+
+    def both(one: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*given: Any, **options: Any) -> Any:
+            found = one(*given, **options)
+            return other(*given, **options) if found is NotImplemented else found
+
+        return compute
+
+    return {**then, **{each: both(one, then[each]) if each in then else one for each, one in first.items()}}
 
 
 def _operators(program: ExportedProgram) -> Counter[Any]:
@@ -146,7 +171,11 @@ def _where(condition: Tensor, one: Tensor | float, other: Tensor | float) -> Ten
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    return left * right if min(left.dim(), right.dim()) > 1 and left.shape[-1] == 1 else NotImplemented
+    if right.dim() == 1 < left.dim():
+        return (left @ right.unsqueeze(-1)).squeeze(-1)
+    if left.dim() == 1 < right.dim():
+        return (left.unsqueeze(0) @ right).squeeze(-2)
+    return left * right if left.dim() > 1 and left.shape[-1] == 1 else NotImplemented
 
 
 def _one_hot(places: Tensor, classes: int = -1) -> Tensor:
@@ -155,12 +184,108 @@ def _one_hot(places: Tensor, classes: int = -1) -> Tensor:
     return (places.unsqueeze(-1) == torch.arange(classes, device=places.device)).to(torch.int64)
 
 
-def _variance_and_mean(
+def _variance(
     x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    axes = None if dim is None else list(dim)
-    variance = torch.var(x, axes, correction=1 if correction is None else correction, keepdim=keepdim)
-    return variance, torch.mean(x, axes, keepdim=keepdim)
+) -> Tensor:
+    axes = tuple(dim) if dim else tuple(range(x.dim()))
+    count = math.prod(x.shape[axis] for axis in axes)
+    freedom = count - (1 if correction is None else correction)
+    squares = (x - x.mean(axes, keepdim=True)).square().mean(axes, keepdim=keepdim)
+    return squares * (count / freedom if freedom > 0 else math.nan)
+
+
+def _deviation(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
+    return _variance(x, dim, **options).sqrt()
+
+
+def _and_mean(spread: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def compute(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+        axes = list(dim) if dim else list(range(x.dim()))
+        return spread(x, dim, **options), x.mean(axes, keepdim=bool(options.get("keepdim")))
+
+    return compute
+
+
+def _place_in_all(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Where the extreme of a whole tensor stands."""
+
+    def compute(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        if dim is not None or not x.dim():
+            return NotImplemented
+        place = operation(x.flatten(), 0)
+        return place.reshape((1,) * x.dim()) if keepdim else place
+
+    return compute
+
+
+def _of_truths(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Whether any or all of numbers are not zero."""
+
+    def compute(x: Tensor, *given: Any, **options: Any) -> Tensor:
+        return NotImplemented if x.dtype == torch.bool else operation(x != 0, *given, **options)
+
+    return compute
+
+
+def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    if (beta, threshold) == (1, 20):
+        return NotImplemented
+    return torch.where(x * beta > threshold, x, F.softplus(x * beta) / beta)
+
+
+def _by_its_size(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Pooling whose windows lie side by side, which is what it means to leave their step out."""
+
+    def compute(x: Tensor, size: Sequence[int], stride: Sequence[int] = (), *given: Any, **options: Any) -> Tensor:
+        return NotImplemented if stride else operation(x, size, size, *given, **options)
+
+    return compute
+
+
+def _mean_of_windows(
+    x: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0, 0),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    if stride and divisor_override is None:
+        return NotImplemented
+    if divisor_override is None:
+        return aten.avg_pool2d.default(x, size, size, padding, ceil_mode, count_include_pad)
+    if ceil_mode:
+        return NotImplemented
+    count = size[0] * size[-1]
+    return aten.avg_pool2d.default(x, size, stride or size, padding) * (count / divisor_override)
+
+
+def _padded(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """What is cut off by a negative number, and what is taken from the other end, in slices."""
+    pairs = {x.dim() - 1 - place // 2: (pad[place], pad[place + 1]) for place in range(0, len(pad), 2)}
+    if mode == "circular":
+        for axis, (before, after) in pairs.items():
+            size = x.shape[axis]
+            kept = x.narrow(axis, max(-before, 0), size + min(before, 0) + min(after, 0))
+            ends = x.narrow(axis, size - max(before, 0), max(before, 0)), x.narrow(axis, 0, max(after, 0))
+            x = torch.cat([part for part in (ends[0], kept, ends[1]) if part.shape[axis]], axis)
+        return x
+    if mode != "constant" or min(pad, default=0) >= 0:
+        return NotImplemented
+    for axis, (before, after) in pairs.items():
+        cut = min(before, 0) + min(after, 0)
+        x = x.narrow(axis, max(-before, 0), x.shape[axis] + cut) if cut else x
+    more = [max(amount, 0) for amount in pad]
+    return F.pad(x, more, value=value) if any(more) else x
+
+
+def _instance_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Tensor:
+    """Normalisation of each channel by statistics that are given, which is that of batches."""
+    mean, variance, own_statistics, momentum, epsilon, _ = options
+    if own_statistics:
+        return NotImplemented
+    return F.batch_norm(x, mean, variance, weight, bias, False, momentum, epsilon)
 
 
 def _select(x: Tensor, dim: int, index: int) -> Tensor:
@@ -221,6 +346,13 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.roll.default: _roll,
     aten.one_hot.default: _one_hot,
     aten.alias.default: _alias,
+    aten.affine_grid_generator.default: torch._decomp.decompositions.affine_grid_generator,
+    aten.all.default: _of_truths(torch.all),
+    aten.all.dim: _of_truths(torch.all),
+    aten.any.default: _of_truths(torch.any),
+    aten.any.dim: _of_truths(torch.any),
+    aten.argmax.default: _place_in_all(torch.argmax),
+    aten.argmin.default: _place_in_all(torch.argmin),
     aten.as_strided.default: by_strides,
     aten.col2im.default: summed_windows,
     aten.unfold.default: windows,
@@ -235,12 +367,29 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.new_ones.default: lambda x, size, **options: _new_full(x, size, 1, options.get("dtype")),
     aten.new_zeros.default: lambda x, size, **options: _new_full(x, size, 0, options.get("dtype")),
     aten.ones_like.default: lambda x, **options: _full_like(x, 1, options.get("dtype")),
+    aten.reciprocal.default: lambda x: number(x if x.is_floating_point() else x.float(), 1) / x,
     aten.select.int: _select,
     aten.select_scatter.default: _select_scatter,
     aten.slice_scatter.default: _slice_scatter,
     aten.upsample_bicubic2d.vec: _bicubic,
     aten.zeros_like.default: lambda x, **options: _full_like(x, 0, options.get("dtype")),
-    aten.var_mean.correction: _variance_and_mean,
+    aten.avg_pool1d.default: _by_its_size(aten.avg_pool1d.default),
+    aten.avg_pool2d.default: _mean_of_windows,
+    aten.avg_pool3d.default: _by_its_size(aten.avg_pool3d.default),
+    aten.max_pool1d.default: _by_its_size(aten.max_pool1d.default),
+    aten.max_pool2d.default: _by_its_size(aten.max_pool2d.default),
+    aten.max_pool3d.default: _by_its_size(aten.max_pool3d.default),
+    aten.pad.default: _padded,
+    aten.instance_norm.default: _instance_norm,
+    aten.softplus.default: _softplus,
+    aten.std.correction: _deviation,
+    aten.std_mean.correction: _and_mean(_deviation),
+    aten.var.correction: _variance,
+    aten.var_mean.correction: _and_mean(_variance),
+    aten.index_put.default: LACKING[aten.index_put.default],
+    aten.max_pool2d_with_indices.default: LACKING[aten.max_pool2d_with_indices.default],
+    aten.nan_to_num.default: LACKING[aten.nan_to_num.default],
+    **{each: resized(each) for each in SMOOTHED},
     aten.where.Scalar: _where,
     aten.where.ScalarOther: _where,
     aten.where.ScalarSelf: _where,

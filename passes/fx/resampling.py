@@ -1,5 +1,6 @@
 """Resizes, sliding windows and strides, in slices, sums and products with constants: what compilers read alike."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,18 @@ RESIZES = (
     aten.upsample_bilinear2d.vec,
     aten.upsample_nearest2d.vec,
 )
+# Those of lines and of volumes, and means over parts that may overlap, which are as linear.
+OTHER_RESIZES = (
+    aten._upsample_nearest_exact1d.vec,
+    aten._upsample_nearest_exact3d.vec,
+    aten.adaptive_avg_pool3d.default,
+    aten.upsample_linear1d.vec,
+    aten.upsample_nearest1d.vec,
+    aten.upsample_nearest3d.vec,
+    aten.upsample_trilinear3d.vec,
+)
+# Those that weigh all that a new place covers: compilers that have them have others.
+SMOOTHED = (aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec)
 
 
 def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
@@ -51,31 +64,40 @@ def resized_unless_whole(operation: Callable[..., Tensor]) -> Callable[..., Tens
     return compute
 
 
-def _by_units(x: Tensor, resize: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """A resize of images as two products: with what each new column takes of the old ones, and each new row.
+def _of_each(units: Callable[[Tensor, int], Tensor], x: Tensor, axis: int) -> Tensor:
+    """[old, new]: what each new place of a spatial axis takes of each old one.
 
-    What they take is what `resize` makes of unit images of one column (axis 0) or one row (axis 1): constants.
+    `units` resizes that axis of an image of one channel, of which a neighbouring axis tells one old place from another:
+    torch's kernels misread images of many channels and one column.
     """
-    if x.dim() != 4 or 1 in x.shape[2:]:
-        return NotImplemented
-    high, wide = (torch.eye(size, dtype=x.dtype, device=x.device) for size in x.shape[2:])
-    rows, columns = resize(high[None, ..., None], 0)[0, :, :, 0], resize(wide[None, :, None], 1)[0, :, 0]
-    return rows.T @ (x @ columns)
+    rank, size = x.dim() - 2, x.shape[2 + axis]
+    other = axis + 1 if axis + 1 < rank else axis - 1
+    shape = [size if each in (axis, other) else 1 for each in range(-2, rank)]
+    found = units(torch.eye(size, dtype=x.dtype, device=x.device).reshape(shape), axis)
+    return found.reshape(-1, size).T if other > axis else found.reshape(size, -1)
 
 
-def _kept(values: Sequence[Any] | None, axis: int, other: Any) -> list[Any] | None:
-    """A pair with `other` in the place of what is not for `axis`."""
-    return None if values is None else [value if each == axis else other for each, value in enumerate(values)]
-
-
-def resized(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A resize of images by `operation` as two products with constants."""
+def resized(operation: Any) -> Callable[..., Tensor]:
+    """A resize of lines, images or volumes by `operation`, which is linear in each axis, as products with constants."""
+    # Those that take the size made, and are themselves not written out.
+    whole = aten._adaptive_avg_pool3d.default if operation is aten.adaptive_avg_pool3d.default else None
+    whole = whole or operation.overloadpacket.default
 
     def compute(x: Tensor, size: Sequence[int] | None, *options: Any) -> Tensor:
-        *given, factors = options
-        return _by_units(
-            x, lambda units, axis: operation(units, _kept(size, axis, 1), *given, _kept(factors, axis, 1.0))
-        )
+        given = x.shape[2:]
+        factors = options[-1] if options else None
+        made = size or [int(length * factor) for length, factor in zip(given, factors or (), strict=True)]
+
+        def units(image: Tensor, axis: int) -> Tensor:
+            kept = [made[each] if each == axis else length for each, length in enumerate(image.shape[2:])]
+            scales = [factors[each] if factors and each == axis else None for each in range(len(given))]
+            return whole(image, kept, *options[:-1], *(scales if options else ()))
+
+        weights = [_of_each(units, x, axis) for axis in range(len(given))]
+        x = x @ weights.pop()
+        if weights:
+            x = weights.pop().T @ x
+        return (x.movedim(2, -1) @ weights.pop()).movedim(-1, 2) if weights else x
 
     return compute
 
@@ -101,17 +123,55 @@ def summed_windows(
     for row in range(high):
         for column in range(wide):
             begin = (row * dilation[0], column * dilation[1])
-            total = total + spread(parts[:, :, row, column], begin, stride, whole)
+            total = total + _spread(parts[:, :, row, column], begin, stride, whole)
     image = total[:, :, padding[0] : padding[0] + output[0], padding[1] : padding[1] + output[1]]
     return image if x.dim() == 3 else image[0]
 
 
-def spread(x: Tensor, begin: Sequence[int], stride: Sequence[int], whole: Sequence[int]) -> Tensor:
+def _spread(x: Tensor, begin: Sequence[int], stride: Sequence[int], whole: Sequence[int]) -> Tensor:
     """An image with `stride` - 1 zeros after each of its elements, at `begin` of a larger one of zeros."""
-    batch, channels, *counts = x.shape
-    apart = F.pad(x[:, :, :, None, :, None], (0, stride[1] - 1, 0, 0, 0, stride[0] - 1))
-    lengths = [(count - 1) * step + 1 for count, step in zip(counts, stride, strict=True)]
-    image = apart.reshape(batch, channels, counts[0] * stride[0], counts[1] * stride[1])
-    image = image[:, :, : lengths[0], : lengths[1]]
+    lengths = [(count - 1) * step + 1 for count, step in zip(x.shape[2:], stride, strict=True)]
+    image = _apart(_apart(x, 2, stride[0]), 3, stride[1])[:, :, : lengths[0], : lengths[1]]
     after = [size - first - length for size, first, length in zip(whole, begin, lengths, strict=True)]
     return F.pad(image, (begin[1], after[1], begin[0], after[0]))
+
+
+def _apart(x: Tensor, dim: int, step: int) -> Tensor:
+    """An axis with `step` - 1 zeros after each of its elements."""
+    if step == 1:
+        return x
+    behind = [0, 0] * (x.dim() - dim - 1) + [0, step - 1]
+    return F.pad(x.unsqueeze(dim + 1), behind).flatten(dim, dim + 1)
+
+
+def transposed_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    output_padding: Sequence[int] = (0, 0),
+    groups: int = 1,
+    dilation: Sequence[int] = (1, 1),
+) -> Tensor:
+    """A transposed convolution: where windows do not overlap, as one over single places whose results are put side by
+    side; else as one over the image spread out, with its weights turned round.
+    """
+    stride, padding, output_padding, dilation = (
+        (each[0], each[-1]) for each in (stride, padding, output_padding, dilation)
+    )
+    size, (batch, channels, high, wide) = tuple(weight.shape[2:]), x.shape
+    made = weight.shape[1] * groups
+    parts = weight.reshape(groups, channels // groups, weight.shape[1], *size)
+    if size == stride and not any((*padding, *output_padding)) and dilation == (1, 1):
+        places = parts.permute(0, 2, 3, 4, 1).reshape(made * math.prod(size), channels // groups, 1, 1)
+        found = F.conv2d(x, places, None, groups=groups).reshape(batch, made, *size, high, wide)
+        image = found.permute(0, 1, 4, 2, 5, 3).reshape(batch, made, high * size[0], wide * size[1])
+        return image if bias is None else image + bias[:, None, None]
+    turned = parts.flip(3, 4).transpose(1, 2).reshape(made, channels // groups, *size)
+    before = [reach * (each - 1) - pad for reach, each, pad in zip(dilation, size, padding, strict=True)]
+    whole = [
+        (old - 1) * step + 1 + 2 * first + more
+        for old, step, first, more in zip((high, wide), stride, before, output_padding, strict=True)
+    ]
+    return F.conv2d(_spread(x, before, stride, whole), turned, bias, 1, 0, dilation, groups)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
@@ -17,6 +18,7 @@ from attnrewrite.targets.coreml import compression, interpreter, package
 from attnrewrite.targets.coreml.engine_rules import EngineReport, lint
 from attnrewrite.targets.coreml.interpreter import Interpretation
 from attnrewrite.targets.coreml.labels import Probabilities, chosen_by
+from attnrewrite.targets.limits import TYPES, require_compilable
 from attnrewrite.targets.prepare import arrays, canonical, exact, specialise
 from attnrewrite.targets.record import Compression, Labels
 
@@ -89,6 +91,7 @@ def _confirmed(
     out: Path,
     wanted: package.Wanted,
 ) -> Confirmed:
+    require_compilable(program, "Core ML", TYPES - {torch.bfloat16})
     prepared = canonical(_with_softmax(program, inputs) if wanted.labels and wanted.labels.softmax else program)
     agree = partial(
         _check, inputs=inputs, expected=expected, labels=wanted.labels, exact=partial(exact, program, inputs)

@@ -72,7 +72,8 @@ def convert(
             return package
         except Exception as error:
             node = spelling.culprit(error, program)
-            simpler = None if node is None or node.target in tried else spelling.written_out(program, [node.target])
+            with quiet():
+                simpler = None if node is None or node.target in tried else spelling.without(program, node)
             if simpler is None:
                 subject = "the module" if node is None else spelling.told(node)
                 raise InputError(f"coremltools cannot convert {subject}: {first_line(error)}") from error

@@ -14,24 +14,73 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError
-from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose, own_decompositions
+from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose, either, in_others
+from attnrewrite.passes.fx.lacking import LACKING
+from attnrewrite.targets.prepare import canonical
 
-MOST_ROUNDS = 4  # a decomposition may itself be of what is lacking
+DEEPEST = 8  # a decomposition may itself be of what is lacking: so often at most
 
 
 def readable(program: ExportedProgram) -> ExportedProgram:
-    """The program with every operator that coremltools lacks written out, where torch can.
+    """The program with every operator that coremltools lacks written out.
 
     Raises:
-        InputError: it draws random numbers, so that no package can give what it gives.
+        InputError: one is left that torch does not write out, or it draws random numbers, so that no package can give
+            what it gives; it is named with its node.
     """
     _refuse_chance(program)
-    for _ in range(MOST_ROUNDS):
-        simpler = written_out(program, {node.target for node in _operators(program) if not _is_known(node.target)})
+    tried: set[object] = set()
+    for _ in range(DEEPEST):
+        unknown = [node for node in _operators(program) if not _is_known(node.target)]
+        # Those of ours at once, as coremltools fails at them; what ours leave of them, it may have.
+        failing = [node for node in _operators(program) if node.target in LACKING and node.target not in tried]
+        if not unknown and not failing:
+            return _without_words(program)
+        tried |= {node.target for node in failing}
+        try:
+            simpler = written_out(program, {node.target for node in (*unknown, *failing)})
+        except Exception as error:  # torch's decompositions raise what their parts raise
+            raise _refused((*unknown, *failing)[0]) from error
         if simpler is None:
-            break
+            raise _refused(unknown[0])
         program = simpler
+    raise _refused((*unknown, *failing)[0])
+
+
+def _without_words(program: ExportedProgram) -> ExportedProgram:
+    """The program, none of its values called like a text that an operator takes: coremltools takes it for the value.
+
+    A division rounded down, "floor", fails beside a value of that name. Only names change.
+    """
+    words = {
+        leaf for node in program.graph.nodes for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, str)
+    }
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.name in words:
+            before = node.name
+            node._rename(f"{before}_value")
+            for spec in program.graph_signature.output_specs:
+                if getattr(spec.arg, "name", None) == before:
+                    spec.arg.name = node.name  # type: ignore[union-attr]
     return program
+
+
+def _refused(node: fx.Node) -> InputError:
+    return InputError(
+        f"coremltools has no operator {told(node)}: rewrite that part of the model, or lower for another target"
+    )
+
+
+def without(program: ExportedProgram, node: fx.Node) -> ExportedProgram | None:
+    """The program with the operator of `node` written out, in others that coremltools reads; None where it cannot be.
+
+    It is for what coremltools knows and fails at.
+    """
+    try:
+        simpler = written_out(program, [node.target])
+        return None if simpler is None else readable(simpler)
+    except Exception:  # of torch's decompositions; the caller tells what coremltools said
+        return None
 
 
 @torch.inference_mode()
@@ -52,8 +101,8 @@ def written_out(program: ExportedProgram, operators: Collection[Any]) -> Exporte
     ours = {each: WRITTEN_OUT[each] for each in operators if each in WRITTEN_OUT}
     # Torch writes some out in primitives of its own, which say what they are in aten.
     primitives = {each: each.impl_aten for each in operators if getattr(each, "namespace", "") == "prims"}
-    table = own_decompositions(operators) | primitives | ours
-    return Decompose(table)(program) if table else None
+    table = either(ours, in_others(operators) | primitives)
+    return canonical(Decompose(table)(program)) if table else None
 
 
 def culprit(error: BaseException, program: ExportedProgram) -> fx.Node | None:
@@ -79,4 +128,4 @@ def _operators(program: ExportedProgram) -> list[Any]:
 def _is_known(operator: Any) -> bool:
     from coremltools.converters.mil.frontend.torch.torch_op_registry import _TORCH_OPS_REGISTRY
 
-    return _TORCH_OPS_REGISTRY.get_func(operator.__name__) is not None
+    return operator.namespace != "prims" and _TORCH_OPS_REGISTRY.get_func(operator.__name__) is not None

@@ -16,7 +16,7 @@ from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Estimate, Run, Target, size_bytes
 from attnrewrite.targets.coreml import compression, interpreter, latency, lowering, package
 from attnrewrite.targets.coreml.labels import named, read_labels
-from attnrewrite.targets.prepare import arrays, canonical, in_float32, reference, specialise
+from attnrewrite.targets.prepare import arrays, canonical, each_once, in_float32, reference
 
 NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone only")
 
@@ -65,9 +65,9 @@ class CoreMLNpu(Target):
         self.require_build()
         wide = in_float32(module, example_inputs)
         inputs, notes = _as_core_ml_takes(wide.inputs)
-        expected = reference(wide.module, wide.inputs)
+        program, module, dropped = each_once(wide.module, inputs)
+        expected = reference(module, wide.inputs)
         labels = None if self.labels is None else named(name, read_labels(self.labels), expected)
-        program = specialise(wide.module, inputs)
         wanted = replace(self._wanted(name), image=self.image_input, labels=labels)
         made = lowering.lower(f"{name} for {self.name}", program, inputs, expected, out, wanted, self.compress)
         how = f"MIL program interpreted with float16 rounding; in float32 it is within {made.float32.max_abs_error:.2g}"
@@ -79,7 +79,7 @@ class CoreMLNpu(Target):
             made.float16,
             check=how,
             schedule=f"Core ML's own, layout {self.layout}: {made.engine.sentence()}",
-            notes=(*notes, *wide.notes, *made.notes()),
+            notes=(*notes, *dropped, *wide.notes, *made.notes()),
             inputs=[array.astype(np.uint8) for array in arrays(inputs)] if self.image_input else arrays(inputs),
             outputs=expected,
             labels=labels,
@@ -108,7 +108,7 @@ class CoreMLNpu(Target):
         self.require_build()
         wide = in_float32(module, example_inputs)
         inputs, _ = _as_core_ml_takes(wide.inputs)
-        program = canonical(specialise(wide.module, inputs))
+        program = canonical(each_once(wide.module, inputs)[0])
         with tempfile.TemporaryDirectory() as folder, package.quiet():
             return latency.estimate(
                 interpreter.load(package.convert(program, Path(folder), "FLOAT16", self._wanted("a part")))
@@ -141,13 +141,14 @@ def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...], want
     """The module run by Core ML itself."""
     wide = in_float32(module, inputs)
     taken, _ = _as_core_ml_takes(wide.inputs)
+    program, module, _ = each_once(wide.module, taken)
     with tempfile.TemporaryDirectory() as folder:
-        path = package.convert(canonical(specialise(wide.module, taken)), Path(folder), "FLOAT16", wanted)
+        path = package.convert(canonical(program), Path(folder), "FLOAT16", wanted)
         size = size_bytes(path)
         model = package.loaded(path)
     spec = model.get_spec().description
     feed = dict(zip([given.name for given in spec.input], arrays(taken), strict=True))
     predicted = model.predict(feed)
     found = [predicted[output.name] for output in spec.output]
-    agreement = check.agree(subject, found, reference(wide.module, wide.inputs), check.FLOAT16)
+    agreement = check.agree(subject, found, reference(module, wide.inputs), check.FLOAT16)
     return Run("core ml", lambda: model.predict(feed), agreement.max_abs_error, size, None)

@@ -13,9 +13,9 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from attnrewrite.errors import InputError, first_line
-from attnrewrite.passes.fx.decompositions import Decompose, own_decompositions
-from attnrewrite.targets.prepare import canonical
-from attnrewrite.targets.tvm.limits import require_compilable
+from attnrewrite.passes.fx.decompositions import Decompose, either, in_others
+from attnrewrite.targets.limits import require_compilable
+from attnrewrite.targets.prepare import canonical, tensors_alone
 from attnrewrite.targets.tvm.written_out import ARITHMETIC, MISREAD, WRITTEN_OUT
 
 aten = torch.ops.aten
@@ -50,8 +50,8 @@ def readable(program: ExportedProgram) -> tuple[ExportedProgram, Any]:
     Raises:
         InputError: as `import_program`.
     """
-    require_compilable(program)
-    program = canonical(program)
+    require_compilable(program, "TVM")
+    program = canonical(tensors_alone(program))
     for _ in range(DEEPEST):
         misread = {node.target for node in program.graph.nodes if _is_misread(node)}
         if misread:
@@ -59,10 +59,14 @@ def readable(program: ExportedProgram) -> tuple[ExportedProgram, Any]:
         try:
             return program, _translated(program)
         except _Untranslated as failure:
-            table = _in_others({failure.node.target, *_unknown(program)})
+            operators = {failure.node.target, *_unknown(program)}
+            table = either(_ours(operators), in_others(operators))
             if failure.node.target not in table:
                 raise _refused(failure) from failure
-            program = canonical(Decompose(table)(program))
+            try:
+                program = canonical(Decompose(table)(program))
+            except Exception as error:  # torch's decompositions raise what their parts raise
+                raise _refused(failure) from error
     raise InputError(f"TVM cannot import the module: its operators are written out more than {DEEPEST} times over")
 
 
@@ -75,7 +79,11 @@ def _refused(failure: _Untranslated) -> InputError:
 
 def _in_others(operators: set[Any]) -> dict[Any, Callable[..., Any]]:
     """What operators are written out in; ours go before torch's own, which may be in more, or in none that we know."""
-    return own_decompositions(operators) | {each: WRITTEN_OUT[each] for each in operators & WRITTEN_OUT.keys()}
+    return in_others(operators) | _ours(operators)
+
+
+def _ours(operators: set[Any]) -> dict[Any, Callable[..., Any]]:
+    return {each: WRITTEN_OUT[each] for each in operators & WRITTEN_OUT.keys()}
 
 
 def _translated(program: ExportedProgram) -> Any:
@@ -150,13 +158,21 @@ def _index(importer: Any, node: Node) -> Any:
     return importer.block_builder.emit(relax.op.take(values, index, axis=axis, mode="wrap"))
 
 
-def _largest(importer: Any, node: Node) -> Any:
-    """The largest along some axes, which the importer does not know."""
+def _extreme(importer: Any, node: Node, kind: str) -> Any:
+    """The largest ("max") or smallest ("min") along some axes, which the importer does not know."""
     from tvm import relax
 
     given = importer.retrieve_args(node)
     axes = list(given[1]) if len(given) > 1 else []
-    return importer.block_builder.emit(relax.op.max(given[0], axes or None, len(given) > 2 and given[2]))
+    return importer.block_builder.emit(getattr(relax.op, kind)(given[0], axes or None, len(given) > 2 and given[2]))
+
+
+def _scattered_sum(importer: Any, node: Node) -> Any:
+    """Values added at places along an axis, which the importer does not know."""
+    from tvm import relax
+
+    values, axis, places, added = importer.retrieve_args(node)[:4]
+    return importer.block_builder.emit(relax.op.scatter_elements(values, places, added, axis, "add"))
 
 
 def _division(importer: Any, node: Node) -> Any:
@@ -176,7 +192,9 @@ def _division(importer: Any, node: Node) -> Any:
 # Operators that torch.export leaves in the graph and TVM's importer lacks, in terms of those it has.
 _CONVERTERS: dict[str, Callable[[Any, Node], Any]] = {
     "_unsafe_view.default": lambda importer, node: importer.create_convert_map()["view.default"](node),
-    "amax.default": _largest,
+    "amax.default": partial(_extreme, kind="max"),
+    "amin.default": partial(_extreme, kind="min"),
     "div.Tensor_mode": _division,
     "index.Tensor": _index,
+    "scatter_add.default": _scattered_sum,
 }

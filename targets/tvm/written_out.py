@@ -3,7 +3,6 @@
 Where torch's own decompositions serve, nothing stands here.
 """
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnrewrite.passes.fx.resampling import RESIZES, by_strides, resized, spread, summed_windows
+from attnrewrite.passes.fx.lacking import along_one_axis
+from attnrewrite.passes.fx.resampling import RESIZES, by_strides, resized, summed_windows, transposed_convolution
 
 aten = torch.ops.aten
 
@@ -23,12 +23,7 @@ def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     given = [index for index in indices if index is not None]
     if len(axes) < 2 or any(index.dtype == torch.bool for index in given):
         return NotImplemented
-    others = [axis for axis in range(x.dim()) if axis not in axes]
-    sizes = [x.shape[axis] for axis in axes]
-    place = torch.where(given[0] < 0, given[0] + sizes[0], given[0])
-    for index, size in zip(given[1:], sizes[1:], strict=True):
-        place = place * size + torch.where(index < 0, index + size, index)
-    joined = x.permute(*axes, *others).reshape(math.prod(sizes), *(x.shape[axis] for axis in others))
+    place, joined, _, _ = along_one_axis(x, axes, given)
     found = joined.index_select(0, place.flatten()).reshape(*place.shape, *joined.shape[1:])
     # The new axes stand where the indexed ones did, or first where those are no neighbours.
     first = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
@@ -51,20 +46,6 @@ def _in_one_type(operation: Callable[[Any, Any], Tensor], turned: bool = False) 
         return operation(second, first) if turned else operation(first, second)
 
     return compute
-
-
-def _variance(
-    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> Tensor:
-    axes = tuple(dim) if dim else tuple(range(x.dim()))
-    count = math.prod(x.shape[axis] for axis in axes)
-    freedom = count - (1 if correction is None else correction)
-    squares = (x - x.mean(axes, keepdim=True)).square().mean(axes, keepdim=keepdim)
-    return squares * (count / freedom if freedom > 0 else math.nan)
-
-
-def _deviation(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
-    return _variance(x, dim, **options).sqrt()
 
 
 def _windows(x: Tensor, dim: int, size: int, step: int, dilation: int) -> Tensor:
@@ -121,39 +102,6 @@ def _line_mean(
     step = (stride or size)[0]
     image = F.avg_pool2d(x.unsqueeze(-2), (1, size[0]), (1, step), (0, padding[0]), ceil_mode, count_include_pad)
     return image.squeeze(-2)
-
-
-def _transposed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Sequence[int] = (1, 1),
-    padding: Sequence[int] = (0, 0),
-    output_padding: Sequence[int] = (0, 0),
-    groups: int = 1,
-    dilation: Sequence[int] = (1, 1),
-) -> Tensor:
-    """A transposed convolution: where windows do not overlap, as one over single places whose results are put side by
-    side; else as one over the image spread out, with its weights turned round.
-    """
-    stride, padding, output_padding, dilation = (
-        (each[0], each[-1]) for each in (stride, padding, output_padding, dilation)
-    )
-    size, (batch, channels, high, wide) = tuple(weight.shape[2:]), x.shape
-    made = weight.shape[1] * groups
-    parts = weight.reshape(groups, channels // groups, weight.shape[1], *size)
-    if size == stride and not any((*padding, *output_padding)) and dilation == (1, 1):
-        places = parts.permute(0, 2, 3, 4, 1).reshape(made * math.prod(size), channels // groups, 1, 1)
-        found = F.conv2d(x, places, None, groups=groups).reshape(batch, made, *size, high, wide)
-        image = found.permute(0, 1, 4, 2, 5, 3).reshape(batch, made, high * size[0], wide * size[1])
-        return image if bias is None else image + bias[:, None, None]
-    turned = parts.flip(3, 4).transpose(1, 2).reshape(made, channels // groups, *size)
-    before = [reach * (each - 1) - pad for reach, each, pad in zip(dilation, size, padding, strict=True)]
-    whole = [
-        (old - 1) * step + 1 + 2 * first + more
-        for old, step, first, more in zip((high, wide), stride, before, output_padding, strict=True)
-    ]
-    return F.conv2d(spread(x, before, stride, whole), turned, bias, 1, 0, dilation, groups)
 
 
 def _solid_convolution(
@@ -218,7 +166,6 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.as_strided.default: by_strides,
     aten.col2im.default: summed_windows,
     aten.im2col.default: _im2col,
-    aten.std.correction: _deviation,
     **{each: resized(each) for each in RESIZES},
     aten._adaptive_avg_pool2d.default: _adaptive_mean,
     aten.adaptive_avg_pool2d.default: _adaptive_mean,
@@ -226,13 +173,12 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.conv1d.default: _line_convolution,
     aten.conv1d.padding: _line_convolution,
     aten.conv3d.default: _solid_convolution,
-    aten.conv_transpose2d.input: _transposed,
+    aten.conv_transpose2d.input: transposed_convolution,
     aten.cumsum.default: _summed_as(aten.cumsum.default),
     aten.instance_norm.default: _instance_norm,
     aten.pixel_shuffle.default: _pixel_shuffle,
     aten.sum.default: _summed_as(aten.sum.default),
     aten.sum.dim_IntList: _summed_as(aten.sum.dim_IntList),
-    aten.var.correction: _variance,
     **ARITHMETIC,
 }
 # What the importer has and misreads, or reads as what no schedule of ours knows, and that is written out well.
@@ -246,6 +192,4 @@ MISREAD = {
     aten.conv_transpose2d.input,
     aten.instance_norm.default,
     aten.pixel_shuffle.default,
-    aten.std.correction,
-    aten.var.correction,
 }

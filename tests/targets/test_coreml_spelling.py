@@ -35,6 +35,15 @@ def test_an_operator_that_coremltools_lacks_is_written_out() -> None:
     torch.testing.assert_close(made.module()(X)[0], layer(X)[0])
 
 
+def test_no_value_is_called_like_a_text_of_an_operator() -> None:
+    """coremltools takes the text of a division that is rounded down for a value called "floor"."""
+    program = specialise(Called(lambda x: torch.div(x.floor(), 3, rounding_mode="floor")), (X,)).run_decompositions({})
+    assert "floor" in {node.name for node in program.graph.nodes}
+    made = spelling.readable(program)
+    assert "floor" not in {node.name for node in made.graph.nodes}
+    torch.testing.assert_close(made.module()(X), torch.div(X.floor(), 3, rounding_mode="floor"))
+
+
 def test_what_draws_random_numbers_is_refused_by_its_node() -> None:
     program = specialise(Called(lambda x: x + torch.rand_like(x)), (X,))
     with pytest.raises(InputError, match=r"random numbers with aten.rand_like.default \(node 'rand_like'"):

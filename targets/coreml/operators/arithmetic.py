@@ -30,6 +30,7 @@ _UNARY = {
     "acos": torch.acos,
     "asin": torch.asin,
     "atan": torch.atan,
+    "atanh": torch.atanh,
     "ceil": torch.ceil,
     "cos": torch.cos,
     "cosh": torch.cosh,

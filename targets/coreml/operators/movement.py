@@ -158,7 +158,8 @@ def resample(
     align_corners: Tensor,
 ) -> Tensor:
     """Of the ways to say coordinates and what lies outside, those that torch has."""
-    outside = {"constant": "zeros", "border": "border"}.get(padding_mode)
+    mirror = "reflection" if bool(align_corners) else "symmetric"  # at the centres of the last places, or their edges
+    outside = {"constant": "zeros", "border": "border", mirror: "reflection"}.get(padding_mode)
     if coordinates_mode != "normalized_minus_one_to_one" or outside is None or float(padding_value):
         raise InputError(f"a resample by {coordinates_mode} with {padding_mode} padding cannot be checked here")
     return F.grid_sample(x, coordinates, sampling_mode, outside, bool(align_corners))

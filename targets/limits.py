@@ -1,4 +1,6 @@
-"""What TVM's CPU code cannot take of a program, told before it is compiled: by operator and node, with the way out."""
+"""What a compiler cannot take of a program, told before it is compiled: by operator and node, with the way out."""
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -15,8 +17,8 @@ TYPES = frozenset(
 )  # fmt: skip
 
 
-def require_compilable(program: ExportedProgram) -> None:
-    """Do nothing where every tensor of a program is of a known size and of a type that processors have.
+def require_compilable(program: ExportedProgram, compiler: str, types: Collection[torch.dtype] = TYPES) -> None:
+    """Do nothing where every tensor of a program is of a known size and of a type that `compiler` computes in.
 
     Raises:
         InputError: one is not, which is named, or the program gives no tensor.
@@ -26,12 +28,14 @@ def require_compilable(program: ExportedProgram) -> None:
             where = f"input {node.name!r}" if node.op == "placeholder" else f"{node.target} (node {node.name!r})"
             if not all(isinstance(size, int) for size in value.shape):
                 raise InputError(
-                    f"{where} has a size that follows from values, and TVM compiles fixed sizes: take it out of the "
-                    "model, or pad its result to a size that is known"
+                    f"{where} has a size that follows from values, and {compiler} compiles fixed sizes: take it out of "
+                    "the model, or pad its result to a size that is known"
                 )
-            if value.dtype not in TYPES:
+            if value.dtype not in types:
                 dtype = str(value.dtype).removeprefix("torch.")
-                raise InputError(f"{where} is {dtype}, which TVM's code does not compute in: give the model in float32")
+                raise InputError(
+                    f"{where} is {dtype}, which {compiler}'s code does not compute in: give the model in float32"
+                )
     results = [argument for argument in program.graph.output_node().args[0] if isinstance(argument, Node)]
     if not any(_tensors(node) for node in results):
         raise InputError("the model gives no tensor: there is nothing to compile")
