@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import CheckFailedError, InputError, first_line
+from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import Draw
 from attnrewrite.passes.verify import HALF_STEPS, MOST_TURNED, Run, known_error, outputs, turned
 from attnrewrite.passes.wide import Recording
@@ -86,7 +87,8 @@ def agreement(
     recording, runs, refused, most = Recording(graph, values), [], {}, 0.0
     for draw in draws:
         try:
-            answer = model(*draw.inputs)
+            with without_torch_logs():
+                answer = model(*draw.inputs)
         except Exception as error:  # a model refuses an input in its own words
             refused[draw.name] = first_line(error)
             continue

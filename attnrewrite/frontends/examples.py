@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.images.preprocessing import Size, format_size
+from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.original import GRAPH_TOLERANCE
 from attnrewrite.passes.verify import HALF_STEPS, known_error, outputs
 
@@ -82,7 +83,7 @@ def require_runs(name: str, model: nn.Module, inputs: tuple[Tensor, ...]) -> Non
     if empty is not None:
         raise InputError(f"{name}: weight {empty} has no numbers (it is on the meta device, or lazy): load them first")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_torch_logs():
             model(*inputs)
     except (Exception, SystemExit) as error:  # a model refuses an input in its own words
         reason = first_line(error)

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -48,7 +49,7 @@ class Origin:
     input_size: tuple[int, int, int] | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    crop: float = 1.0
+    crop: Annotated[float, Field(ge=0.01, le=10)] = 1.0  # no transform's is as far from 1; a picture has a size then
     interpolation: str = "bicubic"
     labels: tuple[str, ...] | None = None
 

@@ -67,7 +67,8 @@ def read_picture(path: Path, transform: Preprocessing, size: Size) -> np.ndarray
             picture = opened.convert("L" if channels == 1 else "RGB")
     except _UNREADABLE as error:
         raise DamagedError(f"{path} is damaged ({error}): mend it, remove it, or --skip-bad") from error
-    scaled = _cover(picture.size, (math.floor(width / transform.crop), math.floor(height / transform.crop)))
+    least_width, least_height = (max(1, math.floor(side / transform.crop)) for side in (width, height))
+    scaled = _cover(picture.size, (least_width, least_height))
     if scaled != picture.size:
         picture = picture.resize(scaled, Image.Resampling[transform.interpolation.upper()])
     left, top = round((picture.width - width) / 2), round((picture.height - height) / 2)

@@ -13,12 +13,6 @@ from google.protobuf.message import DecodeError
 
 from attnrewrite.errors import InputError
 
-_BYTES = {  # of the types whose elements are whole bytes in raw_data
-    ir.DataType.FLOAT: 4, ir.DataType.DOUBLE: 8, ir.DataType.FLOAT16: 2, ir.DataType.BFLOAT16: 2, ir.DataType.BOOL: 1,
-    ir.DataType.INT8: 1, ir.DataType.INT16: 2, ir.DataType.INT32: 4, ir.DataType.INT64: 8,
-    ir.DataType.UINT8: 1, ir.DataType.UINT16: 2, ir.DataType.UINT32: 4, ir.DataType.UINT64: 8,
-}  # fmt: skip
-
 
 def read_model(path: Path) -> ir.Model:
     """The model in an ONNX file, its external data checked but not yet read.
@@ -76,10 +70,12 @@ def _check_stored(path: Path, tensor: onnx.TensorProto) -> None:
         raise InputError(f"{path}: initialiser {tensor.name!r} has a negative dimension; export it again")
     if tensor.data_type == onnx.TensorProto.UNDEFINED:
         raise InputError(f"{path}: initialiser {tensor.name!r} has no type; export it again")
-    width = _BYTES.get(ir.DataType(tensor.data_type)) if tensor.data_type in ir.DataType._value2member_map_ else None
-    if width is None or tensor.data_location == onnx.TensorProto.EXTERNAL or not tensor.HasField("raw_data"):
+    if tensor.data_type not in ir.DataType._value2member_map_ or tensor.data_type == onnx.TensorProto.STRING:
         return
-    wanted, found = math.prod(tensor.dims) * width, len(tensor.raw_data)
+    if tensor.data_location == onnx.TensorProto.EXTERNAL or not tensor.HasField("raw_data"):
+        return
+    bits = ir.DataType(tensor.data_type).bitwidth
+    wanted, found = -(-math.prod(tensor.dims) * bits // 8), len(tensor.raw_data)
     if wanted != found:
         what = f"{path}: initialiser {tensor.name!r} has {found} bytes"
         raise InputError(f"{what}, its dimensions {list(tensor.dims)} need {wanted}; export it again")
@@ -120,7 +116,7 @@ def schema_of(operator: str, version: int, domain: str) -> onnx.defs.OpSchema | 
     """What ONNX says of an operator; None of those that are not its own."""
     try:
         return onnx.defs.get_schema(operator, version, domain)
-    except onnx.defs.SchemaError:
+    except (onnx.defs.SchemaError, TypeError):  # the latter of a version that takes more than 32 bits
         return None
 
 

@@ -242,6 +242,11 @@ def converted_without_report(path: Path) -> None:
     torch.export.save(exported(nn.Conv2d(3, 2, 16).eval()), path / "out" / "model.pt2")
 
 
+def converted_of_no_picture(path: Path) -> None:
+    converted_without_report(path)
+    (path / "out" / "report.json").write_text('{"source": {"spec": "timm:vit", "crop": 1e9}}')
+
+
 def python(text: str) -> Callable[[Path], object]:
     return lambda path: (path / "m.py").write_text(text)
 
@@ -262,6 +267,7 @@ BAD_SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a folder of something": (".", nothing, "is not a converted model, as it holds no model.pt2"),
     "a transformers folder": (".", lambda path: (path / "config.json").touch(), r"is given as hf:\."),
     "a folder without report": ("out", converted_without_report, "report.json is missing or damaged"),
+    "a folder whose pictures have no size": ("out", converted_of_no_picture, "report.json is missing or damaged"),
     "an unknown library": ("tim:vit", nothing, "unknown kind of model 'tim': did you mean 'timm'"),
     "no such thing": ("vit", nothing, "no model 'vit': give"),
     "a name left out": ("timm:", nothing, "timm: needs a name"),
@@ -350,6 +356,7 @@ def test_torchvision_by_name() -> None:
 
 def test_a_transformers_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
+    import_torchvision()  # which transformers would import as it is
     config = transformers.ViTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8
     )

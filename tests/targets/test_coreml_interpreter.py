@@ -58,6 +58,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "softplus": F.softplus,
     "sqrt": lambda x: torch.sqrt(x.abs()),
     "tanh": torch.tanh,
+    "atanh": lambda x: torch.atanh(x.tanh() * 0.9),
     "threshold": lambda x: F.threshold(x, 0.5, 0.0),
     "arithmetic": lambda x: (x + 2) * (x - 3 * x.flip(0)) / (x.abs() + 1),
     "softmax": lambda x: torch.softmax(x, 2),

@@ -16,7 +16,12 @@ from safetensors.torch import save
 
 MODELS = """
 import torch
-from tiny_vits import Vit
+import tiny_vits
+
+class Vit(tiny_vits.Vit):
+    def forward(self, x):
+        assert x.shape[-2] * x.shape[-1] <= 65536, "a picture that takes minutes"
+        return super().forward(x)
 
 def vit():
     torch.manual_seed(0)
