@@ -113,6 +113,18 @@ def untyped(folder: Path) -> Path:
     return written(folder / "model.onnx", model)
 
 
+def of_part_bytes(folder: Path) -> Path:
+    model = proto(PLAIN, 17)
+    model.graph.initializer[0].data_type = TensorProto.UINT4
+    return written(folder / "model.onnx", model)
+
+
+def of_a_far_future(folder: Path) -> Path:
+    model = proto("y = Softmax(x)", 17, "float[B,N,16] x")
+    model.opset_import[0].version = 1 << 40
+    return written(folder / "model.onnx", model)
+
+
 def with_three_inputs(folder: Path) -> Path:
     model = proto(PLAIN, 17)
     model.graph.node[0].input.append("x")
@@ -150,6 +162,8 @@ BAD = {
     ambiguous: r"has the attribute '\w+' twice",
     untyped: "has an attribute 'odd' of no type",
     with_three_inputs: r"node 'node0' \(\w+\) has 3 inputs, and its operator at most 2",
+    of_part_bytes: r"has 64 bytes, its dimensions \[16\] need 8",
+    of_a_far_future: "give --input-size",
     mistyped: r"node 'node1' \(MatMul\) does not take its operands",
     misshapen: r"node 'node0' \(MatMul\) does not take its operands \(x 2x10x16, seven 7x7\)",
     short_weight: r"initialiser 'bk' has 64 bytes, its dimensions \[1099511627776\] need",
