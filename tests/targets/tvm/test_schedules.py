@@ -66,6 +66,15 @@ def test_what_no_rule_takes_is_left_to_tvm_and_says_why() -> None:
     assert left(made) == {"sinh": "is sinh, which no rule takes", "cumsum": "is cumsum, which no rule takes"}
 
 
+def test_numbers_of_whole_tensors_are_left_to_tvm() -> None:
+    class Spread(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.var() + x.std()
+
+    made = lowered(Spread(), (torch.randn(1, 4, 8, 8),))
+    assert "is one number without axes: TVM's own rules compute it" in left(made).values()
+
+
 def test_probabilities_that_are_read_elsewhere_are_computed() -> None:
     class Seen(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

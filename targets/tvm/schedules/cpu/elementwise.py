@@ -78,6 +78,8 @@ def copying(value: Expression, into: Shape) -> Fill:
 
 
 def _arithmetic(call: Call, profile: Profile) -> Kernel | Refusal:
+    if not shape(call.var):
+        return Refusal("one-number", "is one number without axes: TVM's own rules compute it")
     # The furthest back that there is arithmetic to do, or something to copy from.
     for source, out, passed in reversed(destinations(call.graph, call.var)):
         found = elementwise(call.graph, source)
