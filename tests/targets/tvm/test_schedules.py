@@ -72,7 +72,7 @@ def test_numbers_of_whole_tensors_are_left_to_tvm() -> None:
             return x.var() + x.std()
 
     made = lowered(Spread(), (torch.randn(1, 4, 8, 8),))
-    assert "is one number without axes: TVM's own rules compute it" in left(made).values()
+    assert set(left(made)) == {"mean", "multiply", "sqrt", "add"}
 
 
 def test_probabilities_that_are_read_elsewhere_are_computed() -> None:
