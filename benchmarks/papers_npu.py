@@ -3,9 +3,9 @@
     python benchmarks/papers_npu.py [--models deit_small ...]
 
 A paper trained its model with another attention and timed both; here the timm model, with random weights, is converted
-as `convert` does it and both are priced by the model of `coreml-npu` (benchmarks/coreml_latency.py says how far that is
-off: where it is not trusted, only the ratio of the two is printed, and it is an estimate). What a paper changed beside
-the attention (tokens pooled, layers of convolutions) is not in ours.
+as `convert` and `lower` do it, and both are priced by the estimate of `coreml-npu` (benchmarks/coreml_latency.py says
+how far off that is). Only the ratio of the two is printed: it is estimated, nothing was run on a device. What a paper
+changed beside the attention (tokens pooled, layers of convolutions) is not in ours.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from scipy.stats import spearmanr
 from torch import nn
 
 import attnrewrite as ar
+from attnrewrite.conversion.record import deployed
 from attnrewrite.errors import AttnRewriteError, first_line
 from attnrewrite.evaluation.latency import environment
 from attnrewrite.frontends.torchvision import import_torchvision
@@ -67,7 +68,7 @@ def prices(row: Published) -> tuple[float, float, str]:
     inputs = (torch.randn(1, 3, row.size, row.size),)
     done = ar.convert(model, inputs, variant=row.form)
     stands = sum(site["variant"] == row.form for site in done.report["sites"])
-    return _price(model, inputs), _price(done.module, inputs), f"{stands}/{len(done.report['sites'])}"
+    return _price(model, inputs), _price(deployed(done.module), inputs), f"{stands}/{len(done.report['sites'])}"
 
 
 def _price(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> float:

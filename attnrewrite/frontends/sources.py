@@ -49,7 +49,7 @@ class Origin:
     input_size: tuple[int, int, int] | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    crop: Annotated[float, Field(ge=0.01, le=10)] = 1.0  # no transform's is as far from 1; a picture has a size then
+    crop: Annotated[float, Field(ge=0.01, le=10)] = 1.0  # beyond these a resized picture has no pixels, or too many
     interpolation: str = "bicubic"
     labels: tuple[str, ...] | None = None
 

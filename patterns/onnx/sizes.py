@@ -21,10 +21,8 @@ Size = tuple[int, ...]
 _SMALL = 4096  # elements up to which a value may be some operand's shape
 _MOST_ELEMENTS = 1 << 33
 _FLOAT = onnx.TensorProto.FLOAT
-_FIRST_WRITTEN = {
-    "QuantizeLinear": 19,
-    "DequantizeLinear": 19,
-}  # by the reference; on bytes nothing had changed by then
+# The first opsets that onnx's reference evaluates; what they added are types, so that older nodes mean the same.
+_FIRST_WRITTEN = {"QuantizeLinear": 19, "DequantizeLinear": 19}
 # com.microsoft operators that keep their first operand's size
 _KEEPING = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasAdd", "SkipLayerNormalization"})
 PRIVATE = "attnrewrite"  # the domain of the one operator that stands for every fused attention
