@@ -104,6 +104,9 @@ def agreement(
                 "inputs by tensors alone"
             )
         most = max(most, difference)
+    if any(_draws_numbers(node) for node in graph.graph.nodes):
+        for run in runs:
+            _require_repeatable(name, graph, run.draw)
     if len(runs) < 2:
         raise InputError(
             f"{name} takes none of the inputs that were drawn to check it ({next(iter(refused.values()), 'none')}): "

@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.copying import without_torch_logs
-from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph, product_decompositions
+from attnrewrite.passes.fx.composites import DEFINITIONS
+from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph
 from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.signature import is_open
 
@@ -118,7 +119,7 @@ def _traced_on_example(name: str, model: nn.Module, inputs: tuple[Tensor, ...], 
     try:
         with torch.no_grad():
             run = torch.func.functionalize(lambda *args: model(*args), remove="mutations")
-            module = make_fx(run, product_decompositions(), record_module_stack=True)(*inputs)
+            module = make_fx(run, DEFINITIONS, record_module_stack=True)(*inputs)
     except Exception as error:
         raise refusal from error
     names = {id(tensor): path for path, tensor in [*model.named_parameters(), *model.named_buffers()]}

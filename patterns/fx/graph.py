@@ -14,6 +14,7 @@ from attnrewrite.errors import InputError
 from attnrewrite.patterns.fx.normalise import normalise
 from attnrewrite.patterns.fx.operators import FACTORIES, operator_name
 from attnrewrite.patterns.graph import Operation
+from attnrewrite.patterns.softmaxes import softmax_by_hand
 
 
 class FxGraph:
@@ -41,7 +42,7 @@ class FxGraph:
 
     def operation(self, value: str) -> Operation:
         if value not in self._operations:
-            self._operations[value] = normalise(self, value)
+            self._operations[value] = softmax_by_hand(self, normalise(self, value))
         return self._operations[value]
 
     def shape(self, value: str) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from torch.fx.node import map_arg
 
 from attnrewrite.patterns.fx.operators import (
     DROPOUTS,
-    FACTORIES,
     FUSED_ATTENTION,
     IDENTITIES,
     INDEXED,
@@ -42,7 +41,7 @@ def normalise(graph: FxNodes, value: str) -> Operation:
         producer = producer.args[0]
     name = operator_name(producer)
     inputs = tuple(n.name for n in _tensor_arguments(producer))
-    if name in DROPOUTS and arguments_of(producer).get("train"):
+    if name in DROPOUTS and _drops(producer):
         return Operation(node.name, "map", name, inputs[:1], {"random": True})
     if name in IDENTITIES:
         return _as_type(node, name, graph.node(inputs[0]))
@@ -68,6 +67,11 @@ def normalise(graph: FxNodes, value: str) -> Operation:
         rank = len(graph.shape(inputs[0])) if inputs else 0
         return Operation(node.name, kind, name, inputs[:1], {"axes": _reduced_axes(name, producer, rank)})
     return Operation(node.name, kind, name, inputs)
+
+
+def _drops(node: Node) -> bool:
+    given = arguments_of(node)
+    return bool(given.get("train")) and given.get("p") != 0
 
 
 def _as_type(node: Node, name: str, source: Node) -> Operation:
@@ -199,11 +203,6 @@ _SPECIAL: dict[str, Callable[[FxNodes, Node, Node, tuple[str, ...]], Operation]]
     **dict.fromkeys(FUSED_ATTENTION, _sdpa),
     **dict.fromkeys(WHOLE_ATTENTION, _opaque),
 }
-
-_SHAPED_LIKE_ANOTHER = frozenset(("expand_as", "view_as", "reshape_as"))  # torch decomposes them to plainer operators
-
-# operators that are read as exported
-KNOWN = frozenset((*_SPECIAL, *IDENTITIES, *INDEXED, *KINDS, *FACTORIES, "pad")) - _SHAPED_LIKE_ANOTHER
 
 
 def arguments_of(node: Node) -> dict[str, Any]:

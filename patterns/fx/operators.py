@@ -11,7 +11,8 @@ MOVES = frozenset((
     "chunk", "unsafe_chunk", "unsafe_split", "tensor_split", "cat", "concat", "stack", "roll", "flip", "rot90",
     "constant_pad_nd", "repeat", "tile", "repeat_interleave", "index_select", "index", "gather", "take_along_dim",
     "unfold", "unflatten", "flatten", "im2col", "movedim", "swapaxes", "pixel_shuffle", "pixel_unshuffle",
-    "select_copy", "slice_scatter", "select_scatter", "diagonal", "broadcast_to", "masked_select",
+    "select_copy", "slice_scatter", "select_scatter", "diagonal", "broadcast_to", "masked_select", "hsplit",
+    "vsplit", "dsplit",
 ))  # fmt: skip
 # reading at positions that are operands themselves
 INDEXED = frozenset((

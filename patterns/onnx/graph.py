@@ -20,6 +20,7 @@ from attnrewrite.patterns.onnx.recognise import (
     scope_of,
 )
 from attnrewrite.patterns.onnx.sizes import Size, evaluate, reading
+from attnrewrite.patterns.softmaxes import softmax_by_hand
 from attnrewrite.site import Frontend, Scan
 
 _RESULT = "result of the model: "  # stands for the reader of a graph output among a value's users
@@ -68,7 +69,7 @@ class OnnxGraph:
 
     def operation(self, value: str) -> Operation:
         if value not in self._operations:
-            self._operations[value] = self._normalise(value)
+            self._operations[value] = softmax_by_hand(self, self._normalise(value))
         return self._operations[value]
 
     def shape(self, value: str) -> Size:

@@ -33,13 +33,14 @@ class Odd(nn.Module):
             x = x + self.calls
         if self.odd == "changes its input":
             x.mul_(2)
-        if self.odd == "counts in Python":
+        if self.odd.startswith("counts in Python"):
             self.number += 1
             x = x * self.number
         query, key, value = self.qkv(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1 if self.odd == "drops scores" else 0.0)
         out = self.proj(out.transpose(1, 2).flatten(2))
-        return F.dropout(out, 0.2) if self.odd == "drops" else out
+        out = F.dropout(out, 0.2) if self.odd.startswith("drops") else out
+        return F.pad(out, (0, 1), value=-1e9) if self.odd.endswith("out of sight") else out
 
 
 TOKENS = (torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0)),)
@@ -51,8 +52,10 @@ TOKENS = (torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0)),)
         ("counts", InputError, "changes its own buffer calls as it runs"),
         ("changes its input", InputError, "changes its input in place as it runs: have forward work on a copy"),
         ("drops", InputError, r"draws random numbers at dropout.*training=self\.training"),
+        ("drops out of sight", InputError, "draws random numbers at dropout"),
         ("drops scores", NothingMatchedError, "its probabilities pass through dropout"),
         ("counts in Python", CheckFailedError, "differs from the model by .* was frozen as the example had it"),
+        ("counts in Python out of sight", CheckFailedError, "differs from the model by"),  # beside a large constant
     ],
 )
 def test_a_model_that_is_no_function_of_its_input_is_told_as_such(odd: str, error: type, message: str) -> None:

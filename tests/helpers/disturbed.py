@@ -98,7 +98,7 @@ class Disturbed(nn.Module):
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         recipe, scale = self.recipe, DIM**-0.5
         if recipe.product == "sdpa":
-            self.seen = {"value": value} | self.told_by_hand(query, key)
+            self.seen = {"value": value} | self.told(query, key)
             return F.scaled_dot_product_attention(query, key, value, attn_mask=self.joined(query, key))
         query = query * scale if recipe.scaling == "before" else query
         if recipe.product == "einsum":
@@ -107,20 +107,23 @@ class Disturbed(nn.Module):
             scores = torch.bmm(query, key.transpose(1, 2))
         elif recipe.product == "turned":
             scores = (key @ query.transpose(-2, -1)).transpose(-2, -1)
+        elif recipe.product == "by hand":
+            scores = torch.linalg.matmul(query, key.mT)
         else:
             scores = query @ key.transpose(-2, -1)
         scores = scores / 2 if recipe.scaling == "after" else scores
         mask = self.joined(query, key)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        probabilities = self.disturbed("scores", scores).softmax(-1)
+        scores = self.disturbed("scores", scores)
+        probabilities = by_hand(scores) if recipe.product == "by hand" else scores.softmax(-1)
         self.seen = {"value": value, "probabilities": probabilities}
         probabilities = self.disturbed("probabilities", probabilities)
         if recipe.product == "einsum":
             return torch.einsum("bhnm,bhmd->bhnd", probabilities, value)
         return torch.bmm(probabilities, value) if recipe.product == "bmm" else probabilities @ value
 
-    def told_by_hand(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
+    def told(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
         """The probabilities inside fused attention, which nothing of the model reads."""
         if torch.compiler.is_exporting():
             return {}
@@ -159,6 +162,12 @@ def shape_of(t: Tensor, each: Disturbance) -> tuple[int, ...]:
     """The shape of what joins `t`: of one element where it does not vary; never along the batch."""
     varies = (False, False, False, *each.axes)[-t.dim() :]
     return tuple(size if along and axis else 1 for axis, (size, along) in enumerate(zip(t.shape, varies, strict=True)))
+
+
+def by_hand(scores: Tensor) -> Tensor:
+    """A softmax over the last axis."""
+    exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
+    return exponentials / exponentials.sum(-1, keepdim=True)
 
 
 def axis_of(t: Tensor, each: Disturbance) -> int:
@@ -322,7 +331,7 @@ disturbances = st.builds(
 recipes = st.builds(
     Recipe,
     packing=st.sampled_from(["unbind", "chunk", "interleaved", "separate", "shared"]),
-    product=st.sampled_from(["matmul", "turned", "bmm", "einsum", "sdpa"]),
+    product=st.sampled_from(["matmul", "turned", "bmm", "einsum", "by hand", "sdpa"]),
     layout=st.sampled_from(["plain", "windows", "cross", "class row"]),
     scaling=st.sampled_from(["before", "after", "none"]),
     mask=st.sampled_from(["none", "none", "keys", "keys and queries", "added"]),

@@ -71,6 +71,17 @@ def scored(name: str, expected: Expected, change: Callable[[Any, Tensor, Tensor]
     return Odd(name, expected, parts, run)
 
 
+def shared_out(name: str, expected: Expected, share: Callable[[Tensor, Tensor], Tensor]) -> Odd:
+    """Attention whose probabilities are made of scores and their exponentials by `share`."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        q, k, v = unpacked(m, x)
+        scores = q @ k.mT * SCALE
+        return m.proj(merged(share(scores, scores.exp()) @ v))
+
+    return Odd(name, expected, packed, run)
+
+
 def weighed(name: str, expected: Expected, change: Callable[[Any, Tensor, Tensor], Tensor], parts: Any = packed) -> Odd:
     """Attention whose probabilities are changed before they meet the values."""
 
@@ -323,6 +334,21 @@ ODD = (
     weighed("probabilities dropped in evaluation", "right", lambda m, x, p: F.dropout(p, 0.3, training=False)),
     weighed("probabilities rounded", "no core", lambda m, x, p: p.to(torch.int32).double()),
     weighed("probabilities masked", "no core", lambda m, x, p: p * NEAR),
+    # exponentials, over what is their sum or only looks like it
+    shared_out("over their sum", "right", lambda s, e: e / e.sum(-1, keepdim=True)),
+    shared_out("over their sum, spread", "not a site", lambda s, e: e / e.sum(-1, keepdim=True).expand_as(e)),
+    shared_out("over their sum, turned over", "not a site", lambda s, e: e / e.sum(-1).unsqueeze(-2)),
+    shared_out("over the sum of another head's", "not a site", lambda s, e: e / e.sum(-1, keepdim=True).roll(1, 1)),
+    shared_out("over the sum of another query's", "not a site", lambda s, e: e / e.sum(-1, keepdim=True).flip(2)),
+    shared_out("over the sum of each key's", "not a site", lambda s, e: e / e.sum(-2, keepdim=True)),
+    shared_out("over the sum of all", "not a site", lambda s, e: e / e.sum((-2, -1), keepdim=True)),
+    shared_out("over their sum and a little", "not a site", lambda s, e: e / (e.sum(-1, keepdim=True) + 0.1)),
+    shared_out("over their mean", "not a site", lambda s, e: e / e.mean(-1, keepdim=True)),
+    shared_out("over the sum of those near", "not a site", lambda s, e: e / (e * NEAR).sum(-1, keepdim=True)),
+    shared_out("over the sum of others", "not a site", lambda s, e: e / (s - 0.5).exp().sum(-1, keepdim=True)),
+    shared_out("the sum over them", "not a site", lambda s, e: e.sum(-1, keepdim=True) / e),
+    shared_out("over their sum, and read again", "no core",
+               lambda s, e: e / e.sum(-1, keepdim=True) + e.mean(-1, keepdim=True)),
     Odd("a softmax over half of the keys", "no core", packed, halves),
     Odd("a softmax over the keys of two queries", "not a site", packed, pairs_of_queries),
     operands("values flipped", "no core", lambda q, k, v: (q, k, v.flip(2))),

@@ -64,6 +64,18 @@ SPELLINGS = {
             "s3 = Unsqueeze<axes=[4]>(s2)\n p1 = Softmax<axis=3>(s3)\n p = Squeeze<axes=[4]>(p1)",
         ),
     ),
+    "softmax by hand": (
+        17,
+        (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(
+            "p = Softmax<axis=-1>(s2)",
+            """m = ReduceMax<axes=[-1], keepdims=1>(s2)
+  last = Constant<value_ints=[-1]>()
+  d = Sub(s2, m)
+  e = Exp(d)
+  t = ReduceSum<keepdims=1>(e, last)
+  p = Div(e, t)""",
+        ),
+    ),
     "sizes computed from the input": (
         17,
         (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(

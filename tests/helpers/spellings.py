@@ -212,6 +212,20 @@ def steadied(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged((scores - scores.amax(-1, keepdim=True)).softmax(-1).to(v.dtype) @ v))
 
 
+def softmax_by_hand(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    scores = q @ k.transpose(-2, -1) * SCALE
+    exponentials = torch.exp(scores - scores.max(-1, keepdim=True).values)
+    return m.proj(merged(exponentials / exponentials.sum(-1).unsqueeze(-1) @ v))
+
+
+def other_names(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    scores = torch.linalg.matmul(torch.multiply(q, SCALE), torch.moveaxis(k, -1, -2))
+    out = torch.linalg.matmul(torch.special.softmax(scores, -1), v).swapdims(1, 2)
+    return m.proj(out.mT.adjoint().reshape_as(x))
+
+
 def reduced_keys(m: Any, x: Tensor) -> Tensor:
     image = x.transpose(1, 2).reshape(-1, WIDTH, 3, 4)
     few = m.norm(m.reduce(image).flatten(2).transpose(1, 2))
@@ -403,6 +417,8 @@ SPELLINGS = [
         plain_products,
     ),
     Spelling("steadied", packed, steadied),
+    Spelling("softmax by hand", packed, softmax_by_hand),
+    Spelling("other names", packed, other_names),
     Spelling(
         "reduced keys",
         lambda: separate() | {"reduce": nn.Conv2d(WIDTH, WIDTH, (1, 2), (1, 2)), "norm": nn.LayerNorm(WIDTH)},

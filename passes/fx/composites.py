@@ -1,0 +1,145 @@
+"""What torch spells as one composite operator or by a second name, written out where it stands in the graph.
+
+torch's own definitions are not used: they take products apart as far as they go, and write some in elementwise form.
+"""
+
+import string
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from attnrewrite.passes.base import Edit, Pass, PassResult
+from attnrewrite.passes.fx.einsum import einsum_as_product
+
+aten = torch.ops.aten
+Definition = Callable[..., Any]
+
+
+def _baddbmm(x: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = torch.bmm(left, right)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (x if beta == 1 else x * beta)
+
+
+def _tensordot(left: Tensor, right: Tensor, summed: Sequence[int], with_these: Sequence[int]) -> Tensor:
+    letters = iter(string.ascii_letters)
+    first = [next(letters) for _ in range(left.dim())]
+    second = [next(letters) for _ in range(right.dim())]
+    for one, other in zip(summed, with_these, strict=True):
+        second[other] = first[one]
+    kept = [each for each in (*first, *second) if (each in first) != (each in second)]
+    return einsum_as_product(f"{''.join(first)},{''.join(second)}->{''.join(kept)}", (left, right))
+
+
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    return _tensordot(left, right, (-1,), (-1,)) if left.dim() and right.dim() else left * right
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return NotImplemented if x.is_complex() else x.transpose(-2, -1)
+
+
+def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.softmax(x, dim, dtype)
+
+
+# products and softmaxes by other names, and movement that says where to by another tensor
+DEFINITIONS: dict[Any, Definition] = {
+    aten.einsum.default: einsum_as_product,
+    aten.baddbmm.default: _baddbmm,
+    aten.inner.default: _inner,
+    aten.tensordot.default: _tensordot,
+    aten.linalg_matmul.default: torch.matmul,
+    aten.linalg_multi_dot.default: lambda matrices: reduce(torch.matmul, matrices),
+    aten.chain_matmul.default: lambda matrices: reduce(torch.matmul, matrices),
+    aten.special_softmax.default: _softmax,
+    aten.adjoint.default: _transposed,
+    aten.mH.default: _transposed,
+    aten.mT.default: _transposed,
+    aten.matrix_H.default: _transposed,
+    aten.expand_as.default: lambda x, other: x.expand(other.shape),
+    aten.moveaxis.int: torch.movedim,
+    aten.moveaxis.intlist: torch.movedim,
+    aten.ravel.default: lambda x: x.reshape(-1),
+    aten.reshape_as.default: lambda x, other: x.reshape(other.shape),
+    aten.swapdims.default: torch.transpose,
+    aten.view_as.default: lambda x, other: x.view(other.shape),
+}
+# second names of operators, overload by overload
+SYNONYMS = {
+    "absolute": "abs", "arctan2": "atan2", "clip": "clamp", "concatenate": "cat", "divide": "div", "greater": "gt",
+    "greater_equal": "ge", "less": "lt", "less_equal": "le", "multiply": "mul", "negative": "neg", "not_equal": "ne",
+    "subtract": "sub", "true_divide": "div",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WriteOutComposites(Pass[GraphModule]):
+    """Every product as matmul, softmax as softmax, movement by numbers alone, and each operator by its first name.
+
+    A definition that returns NotImplemented leaves its operator as it is.
+    """
+
+    in_place: ClassVar[bool] = True
+
+    def rewrite(self, graph: GraphModule) -> PassResult[GraphModule]:
+        edits = [edit for node in list(graph.graph.nodes) if (edit := _renamed(node) or _written_out(node))]
+        if edits:
+            graph.recompile()
+        return PassResult(graph, tuple(edits))
+
+
+def _renamed(node: Node) -> Edit | None:
+    called = node.target
+    if not isinstance(called, torch._ops.OpOverload) or called.namespace != "aten":
+        return None
+    first = SYNONYMS.get(called._opname)
+    if first is None:
+        return None
+    node.target = getattr(getattr(aten, first), called._overloadname)
+    return Edit(str(called), str(node.target))
+
+
+def _written_out(node: Node) -> Edit | None:
+    """Put the definition of a composite in its place; None where there is none, or it leaves the node as it is."""
+    definition = DEFINITIONS.get(node.target)
+    piece = None if definition is None else _piece(node, definition)
+    if piece is None:
+        return None
+    outside = {name: told for name, told in node.meta.items() if name not in ("val", "tensor_meta")}
+    standing: dict[Node, Any] = dict(zip(piece.nodes, node.all_input_nodes, strict=False))
+    with node.graph.inserting_before(node):
+        for inner in piece.nodes:
+            if inner.op == "call_function":
+                standing[inner] = node.graph.node_copy(inner, standing.__getitem__)
+                standing[inner].meta = {**outside, "val": inner.meta["val"]}
+    made = standing[piece.output_node().args[0]]  # type: ignore[index]
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
+    return Edit(str(node.target), made.name)
+
+
+def _piece(node: Node, definition: Definition) -> Graph | None:
+    """The graph of what `definition` makes of the node's operands; None where it leaves them to the node."""
+    given = node.all_input_nodes
+
+    def compute(*operands: Any) -> Any:
+        values = dict(zip(given, operands, strict=True))
+        arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
+        made = definition(*arguments, **keywords)
+        return () if made is NotImplemented else made
+
+    values = [operand.meta["val"] for operand in given]
+    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
+    with modes[0] if modes else nullcontext():
+        piece = make_fx(compute, pre_dispatch=True)(*values).graph
+    return piece if isinstance(piece.output_node().args[0], Node) else None
