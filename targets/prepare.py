@@ -20,9 +20,7 @@ from attnrewrite.passes.fx.in_float32 import InFloat32
 from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 
-CANONICAL: Pipeline[ExportedProgram] = Pipeline(
-    (Decompose(WRITTEN_OUT), FoldConstants(), Decompose()), name="canonical"
-)
+CANONICAL: Pipeline[ExportedProgram] = Pipeline((Decompose(WRITTEN_OUT), FoldConstants()), name="canonical")
 HALVES = {torch.float16: check.FLOAT16, torch.bfloat16: check.BFLOAT16}
 
 

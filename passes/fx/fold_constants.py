@@ -4,64 +4,89 @@ Position biases looked up in a table, masks built by filling zeros, class tokens
 them, and it is among them that compilers find operators they lack.
 """
 
+import copy
 import itertools
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.fx.node import map_arg
 
 from attnrewrite.errors import Refusal
 from attnrewrite.passes.base import Edit, Pass, PassResult
-from attnrewrite.passes.fx.cleanup import CleanUp
-from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.signature import other_signature, writes_in_place
+
+_STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass(frozen=True)
 class FoldConstants(Pass[ExportedProgram]):
-    """Every value that depends on no input stored as a constant; unused weights go. Shapes become the example's."""
+    """Every value that depends on no input stored as a constant; unused weights go."""
 
     def requires(self, graph: ExportedProgram) -> Refusal | None:
-        """That no constant is written over, and that there is an example to export the result with."""
-        if graph.example_inputs is None:
-            return Refusal("no-example", "has no example inputs: export it again with torch.export.export")
+        """That no constant is written over."""
         return writes_in_place(graph)
 
     @torch.no_grad()
     def rewrite(self, graph: ExportedProgram) -> PassResult[ExportedProgram]:
-        module = graph.module()
-        assert isinstance(module, fx.GraphModule)
-        values = _constant_values(module)
-        folded = []
-        # A program that was folded before has constants of such names.
-        names = (name for name in map("folded_{}".format, itertools.count()) if not hasattr(module, name))
-        for node, name in zip(_boundary(values), names, strict=False):
-            module.register_buffer(name, values[node].contiguous())
-            with module.graph.inserting_before(node):
-                node.replace_all_uses_with(module.graph.get_attr(name))
-            folded.append(Edit(node.name, name))
-        cleaned = CleanUp().apply(module)
-        if not folded and not cleaned.edits:
+        edited = _copied(graph.graph)
+        specs = dict(zip(edited.find_nodes(op="placeholder"), graph.graph_signature.input_specs, strict=True))
+        state = {**graph.constants, **graph.state_dict}
+        values = _constant_values(edited, _stored(specs, graph, state))
+        taken = {spec.target for spec in specs.values()}  # a program that was folded before has such names
+        names = (name for name in map("folded_{}".format, itertools.count()) if name not in taken)
+        folded = dict(zip(names, _boundary(values), strict=False))
+        for name, node in folded.items():
+            state[name] = values[node].contiguous()
+            specs[_put_in_place(node, name, state[name])] = InputSpec(
+                InputKind.BUFFER, TensorArgument(name), name, persistent=True
+            )
+        gone = _drop_unused(edited, specs)
+        if not folded and not gone:
             return PassResult(graph)
-        assert graph.example_inputs is not None
-        program = forget_history(torch.export.export(module, *graph.example_inputs))
-        return PassResult(program, (*folded, *cleaned.edits))
+        edits = [Edit(node.name, name) for name, node in folded.items()] + [Edit(name) for name in gone]
+        return PassResult(_with_graph(graph, edited, specs, state), tuple(edits))
 
     def ensures(self, before: ExportedProgram, result: PassResult[ExportedProgram]) -> Refusal | None:
         """The same inputs and outputs."""
         return other_signature(before, result.graph)
 
 
-def _constant_values(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes have the same names: those of inputs and outputs are the program's signature."""
+    result = fx.Graph()
+    standing: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        standing[node] = result.node_copy(node, standing.__getitem__)
+        standing[node].name = node.name
+    result._codegen = copy.deepcopy(graph._codegen)
+    return result
+
+
+def _stored(
+    specs: Mapping[fx.Node, InputSpec], program: ExportedProgram, state: Mapping[str, Tensor]
+) -> dict[fx.Node, Tensor]:
+    """The weights and constants by the nodes that read them, but for those that a call of the program changes."""
+    changed = set(program.graph_signature.buffers_to_mutate.values())
+    return {
+        node: state[spec.target]
+        for node, spec in specs.items()
+        if spec.kind in _STORED and spec.target is not None and spec.target not in changed
+    }
+
+
+def _constant_values(graph: fx.Graph, stored: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
     """The value of every node that is computed from no input, the weights themselves among them."""
-    values: dict[fx.Node, Tensor] = {}
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            values[node] = operator.attrgetter(node.target)(module)
-        elif _repeatable(node) and all(given in values for given in node.all_input_nodes):
+    values = dict(stored)
+    for node in graph.nodes:
+        if _repeatable(node) and all(given in values for given in node.all_input_nodes):
             arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*arguments, **keywords)
     return values
@@ -74,10 +99,59 @@ def _repeatable(node: fx.Node) -> bool:
     return isinstance(operation, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in operation.tags
 
 
-def _boundary(values: dict[fx.Node, Tensor]) -> list[fx.Node]:
+def _boundary(values: Mapping[fx.Node, Tensor]) -> list[fx.Node]:
     """The computed constants that something not constant reads."""
     return [
         node
         for node, value in values.items()
-        if node.op != "get_attr" and isinstance(value, Tensor) and any(user not in values for user in node.users)
+        if node.op != "placeholder" and isinstance(value, Tensor) and any(user not in values for user in node.users)
     ]
+
+
+def _put_in_place(node: fx.Node, name: str, value: Tensor) -> fx.Node:
+    """A placeholder called `name` before all inputs, for whatever reads `node`."""
+    mode = detect_fake_mode([other.meta.get("val") for other in node.graph.nodes]) or FakeTensorMode()
+    with node.graph.inserting_before(next(iter(node.graph.nodes))):
+        placeholder = node.graph.placeholder(name)
+    placeholder.meta["val"] = mode.from_tensor(value, static_shapes=True)
+    placeholder.name = name
+    node.replace_all_uses_with(placeholder)
+    return placeholder
+
+
+def _drop_unused(graph: fx.Graph, specs: dict[fx.Node, InputSpec]) -> list[str]:
+    """Erase what nothing reads, and the weights that nothing reads then; the names of all that went."""
+    before = [node.name for node in graph.nodes]
+    graph.eliminate_dead_code()
+    left = {node.name for node in graph.nodes}
+    gone = [name for name in before if name not in left]
+    for node, spec in list(specs.items()):
+        if spec.kind in _STORED and not node.users:
+            graph.erase_node(node)
+            del specs[node]
+            gone.append(str(spec.target))
+    return gone
+
+
+def _with_graph(
+    program: ExportedProgram, graph: fx.Graph, specs: Mapping[fx.Node, InputSpec], state: Mapping[str, Any]
+) -> ExportedProgram:
+    """`program` with another graph, whose placeholders are as `specs` says, and what they read of `state`."""
+    inputs = [specs[node] for node in graph.find_nodes(op="placeholder")]
+    outputs = copy.deepcopy(program.graph_signature.output_specs)
+    for spec, given in zip(outputs, cast(Sequence[object], graph.output_node().args[0]), strict=True):
+        if isinstance(given, fx.Node):
+            spec.arg.name = given.name  # type: ignore[union-attr]
+    lasting = {spec.target for spec in inputs if spec.kind == InputKind.PARAMETER or spec.persistent}
+    read = {spec.target: state[spec.target] for spec in inputs if spec.target is not None and spec.target in state}
+    return ExportedProgram(
+        root=program.graph_module,
+        graph=graph,
+        graph_signature=ExportGraphSignature(inputs, outputs),
+        state_dict={name: each for name, each in read.items() if name in lasting},
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants={name: each for name, each in read.items() if name not in lasting},
+        verifiers=program.verifiers,
+    )

@@ -168,10 +168,24 @@ def test_folding_again_leaves_the_first_constants_as_they_are() -> None:
 def test_constants_that_are_written_over_are_not_folded(program: ExportedProgram) -> None:
     with pytest.raises(InputError, match=r"fold-constants cannot be applied: the graph writes in place at detach_ "):
         FoldConstants()(program)
-    bare = Decompose()(program)
-    bare._example_inputs = None
-    with pytest.raises(InputError, match=r"fold-constants cannot be applied: the graph has no example inputs"):
-        FoldConstants()(bare)
+
+
+def test_buffers_that_a_call_changes_are_not_folded() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("step", torch.ones(()), persistent=False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.calls.add_(self.step * 2)
+            return x + self.calls * 3, self.step * 5
+
+    folded = FoldConstants()(Functionalise()(torch.export.export(Counting(), (X,))))
+    assert sorted(folded.state_dict) == ["calls", "folded_0", "folded_1"]
+    module, original = folded.module(), Counting()
+    for _ in range(2):
+        torch.testing.assert_close(module(X), original(X))
 
 
 def test_dropout_goes_in_evaluation_mode(program: ExportedProgram) -> None:
