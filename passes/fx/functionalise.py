@@ -54,7 +54,8 @@ class RemoveDropout(Pass[GraphModule]):
                 edits.append(Edit(node.name, node.args[0].name))
                 node.replace_all_uses_with(node.args[0])
                 graph.graph.erase_node(node)
-        graph.recompile()
+        if edits:
+            graph.recompile()
         return PassResult(graph, tuple(edits))
 
 
@@ -70,9 +71,11 @@ class RemoveAssertions(Pass[GraphModule]):
             if node.op == "call_function" and operator_name(node).startswith("_assert") and not node.users:
                 graph.graph.erase_node(node)
         graph.graph.eliminate_dead_code()
-        graph.recompile()
         left = {node.name for node in graph.graph.nodes}
-        return PassResult(graph, tuple(Edit(name) for name in before if name not in left))
+        gone = tuple(Edit(name) for name in before if name not in left)
+        if gone:
+            graph.recompile()
+        return PassResult(graph, gone)
 
 
 FUNCTIONAL: Pipeline[ExportedProgram] = Pipeline((Functionalise(),), name="functional")

@@ -54,16 +54,18 @@ def verdict(recipe: Recipe) -> str:
     except CheckFailedError:
         return "stopped"
     new = inputs(recipe, captured.fixed_batch or 3, seed=1)
-    wanted = answer(model, new)
+    own = answers(model, new)
     found = Wide(proof.teacher).run(*new)
-    allowed = 5e-2 if any(each.kind in ROUNDED for each in recipe.disturbances) else 1e-5
-    if jumps(model, new, wanted, allowed):
+    digits, allowed = (2**-9, 5e-2) if any(each.kind in ROUNDED for each in recipe.disturbances) else (1e-13, 1e-5)
+    jumping = jumps(model, new, own, digits, allowed)
+    if "answer" in jumping:
         return "jumps"
-    assert known_error(found, wanted) <= allowed, "softmax re-emitted is not the original"
+    assert known_error(found, own["answer"]) <= allowed, "softmax re-emitted is not the original"
     kept = every_value(scanned.graph.module, new)
     (softmax,) = rewritten_sites(proof.teacher).values()
     reads = wide_reads(softmax, kept)
-    assert_own_inputs(model, softmax.form, reads, new, allowed)  # type: ignore[arg-type]
+    steady = {name: tensor for name, tensor in own.items() if name not in jumping}
+    assert_own_inputs(softmax.form, reads, steady, allowed)  # type: ignore[arg-type]
     for name in FORMS:
         if any(get_variant(name).refuse(site) for site in sites):
             continue
@@ -77,22 +79,34 @@ def verdict(recipe: Recipe) -> str:
 
 
 @torch.no_grad()
-def answer(model: Disturbed, given: tuple[Tensor, ...]) -> Tensor:
-    """The module's own answer, in float64."""
-    return copy.deepcopy(model).double()(*(t.double() if t.is_floating_point() else t for t in given))
+def answers(model: Disturbed, given: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The module's own answer in float64, and the probabilities and value of its attention."""
+    wide = copy.deepcopy(model).double()
+    answer = wide(*(t.double() if t.is_floating_point() else t for t in given))
+    return {"answer": answer, **wide.seen}
 
 
-def jumps(model: Disturbed, given: tuple[Tensor, ...], wanted: Tensor, allowed: float) -> bool:
-    """Whether the module's own answer changes by more than `allowed` where its inputs change in their last digits:
-    integers are made of sums that lie on their edge, and each order of summing them is as right as the next.
+@torch.no_grad()
+def jumps(
+    model: Disturbed, given: tuple[Tensor, ...], own: Mapping[str, Tensor], digits: float, allowed: float
+) -> set[str]:
+    """What of the module's `own` answers changes by more than `allowed` where its inputs change in their last digits,
+    and its weights in those of float64: integers are made of sums that lie on their edge, or rounding decides which of
+    the largest scores is the largest, and each order of summing is as right as the next.
     """
     generator = torch.Generator().manual_seed(0)
+
+    def shaken(tensor: Tensor, by: float) -> Tensor:
+        return tensor * (1 + by * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+
+    found = set()
     for _ in range(SHAKES):
-        noise = [1 + 1e-13 * torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in given]
-        shaken = tuple(t * by if t.is_floating_point() else t for t, by in zip(given, noise, strict=True))
-        if known_error(answer(model, shaken), wanted) > allowed:
-            return True
-    return False
+        other = copy.deepcopy(model).double()
+        for weight in other.parameters():
+            weight.copy_(shaken(weight, 1e-13))
+        again = answers(other, tuple(shaken(t, digits) if t.is_floating_point() else t for t in given))
+        found |= {name for name, tensor in own.items() if known_error(again[name], tensor) > allowed}
+    return found
 
 
 def every_value(graph: GraphModule, given: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -109,20 +123,16 @@ def wide_reads(site: SiteModule, kept: Mapping[str, Any]) -> Reads:
 
 
 @torch.no_grad()
-def assert_own_inputs(
-    model: Disturbed, form: SoftmaxForm, reads: Reads, given: tuple[Tensor, ...], allowed: float
-) -> None:
+def assert_own_inputs(form: SoftmaxForm, reads: Reads, own: Mapping[str, Tensor], allowed: float) -> None:
     """The site's query, key and bias make the original's probabilities, and its value is the original's."""
-    wide = copy.deepcopy(model).double()
-    wide(*(t.double() if t.is_floating_point() else t for t in given))
     query, key, value, bias = reads
     scores = query @ key.mT * form.scale
     if bias is not None:
         scores = (scores + bias).masked_fill(bias == -math.inf, form.filling)
     found = {"probabilities": scores.softmax(-1), "value": value}
-    for name, tensor in found.items():
-        wanted = wide.seen[name].reshape(-1, *tensor.shape[1:])
-        assert known_error(tensor.expand_as(wanted), wanted) <= allowed, f"the site's own {name}"
+    for name in found.keys() & own.keys():
+        wanted = own[name].reshape(-1, *found[name].shape[1:])
+        assert known_error(found[name].expand_as(wanted), wanted) <= allowed, f"the site's own {name}"
 
 
 @torch.no_grad()
