@@ -4,23 +4,22 @@ Position biases looked up in a table, masks built by filling zeros, class tokens
 them, and it is among them that compilers find operators they lack.
 """
 
-import copy
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx.node import map_arg
 
 from attnrewrite.errors import Refusal
 from attnrewrite.passes.base import Edit, Pass, PassResult
+from attnrewrite.passes.fx.edited import copied, input_specs, with_graph
 from attnrewrite.passes.fx.signature import other_signature, writes_in_place
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -36,9 +35,8 @@ class FoldConstants(Pass[ExportedProgram]):
 
     @torch.no_grad()
     def rewrite(self, graph: ExportedProgram) -> PassResult[ExportedProgram]:
-        edited = _copied(graph.graph)
-        specs = dict(zip(edited.find_nodes(op="placeholder"), graph.graph_signature.input_specs, strict=True))
-        state = {**graph.constants, **graph.state_dict}
+        edited = copied(graph.graph)
+        specs, state = input_specs(graph, edited), {**graph.constants, **graph.state_dict}
         values = _constant_values(edited, _stored(specs, graph, state))
         taken = {spec.target for spec in specs.values()}  # a program that was folded before has such names
         names = (name for name in map("folded_{}".format, itertools.count()) if name not in taken)
@@ -52,22 +50,11 @@ class FoldConstants(Pass[ExportedProgram]):
         if not folded and not gone:
             return PassResult(graph)
         edits = [Edit(node.name, name) for name, node in folded.items()] + [Edit(name) for name in gone]
-        return PassResult(_with_graph(graph, edited, specs, state), tuple(edits))
+        return PassResult(with_graph(graph, edited, specs, state), tuple(edits))
 
     def ensures(self, before: ExportedProgram, result: PassResult[ExportedProgram]) -> Refusal | None:
         """The same inputs and outputs."""
         return other_signature(before, result.graph)
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    """A copy whose nodes have the same names: those of inputs and outputs are the program's signature."""
-    result = fx.Graph()
-    standing: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        standing[node] = result.node_copy(node, standing.__getitem__)
-        standing[node].name = node.name
-    result._codegen = copy.deepcopy(graph._codegen)
-    return result
 
 
 def _stored(
@@ -131,27 +118,3 @@ def _drop_unused(graph: fx.Graph, specs: dict[fx.Node, InputSpec]) -> list[str]:
             del specs[node]
             gone.append(str(spec.target))
     return gone
-
-
-def _with_graph(
-    program: ExportedProgram, graph: fx.Graph, specs: Mapping[fx.Node, InputSpec], state: Mapping[str, Any]
-) -> ExportedProgram:
-    """`program` with another graph, whose placeholders are as `specs` says, and what they read of `state`."""
-    inputs = [specs[node] for node in graph.find_nodes(op="placeholder")]
-    outputs = copy.deepcopy(program.graph_signature.output_specs)
-    for spec, given in zip(outputs, cast(Sequence[object], graph.output_node().args[0]), strict=True):
-        if isinstance(given, fx.Node):
-            spec.arg.name = given.name  # type: ignore[union-attr]
-    lasting = {spec.target for spec in inputs if spec.kind == InputKind.PARAMETER or spec.persistent}
-    read = {spec.target: state[spec.target] for spec in inputs if spec.target is not None and spec.target in state}
-    return ExportedProgram(
-        root=program.graph_module,
-        graph=graph,
-        graph_signature=ExportGraphSignature(inputs, outputs),
-        state_dict={name: each for name, each in read.items() if name in lasting},
-        range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph,
-        example_inputs=program.example_inputs,
-        constants={name: each for name, each in read.items() if name not in lasting},
-        verifiers=program.verifiers,
-    )

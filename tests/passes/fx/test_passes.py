@@ -71,6 +71,38 @@ def test_functionalise_writes_nothing_in_place(program: ExportedProgram) -> None
 
 
 @pytest.mark.parametrize(
+    ("run", "gone"),
+    [
+        (lambda m, x: F.relu_(m(x)), [("relu_", "relu")]),
+        (lambda m, x: m(x).masked_fill_(x > 0, 0.5).mul_(x[:1]), [("masked_fill_", "masked_fill"), ("mul_", "mul")]),
+        (lambda m, x: (x * 2).copy_(x), [("copy_", "copy")]),
+        (lambda m, x: [y := m(x), y.view(-1), y.add_(1)][1], None),  # what is seen of it changes
+        (lambda m, x: [y := m(x), F.relu_(y)][0], [("relu_", "relu")]),
+        (lambda m, x: [y := m(x), y[:, :2].zero_()][0], None),
+        (lambda m, x: m(x).gt_(0), None),  # stays a float
+    ],
+)
+def test_what_is_written_over_for_itself_alone_is_written_anew(
+    run: Callable[[nn.Module, Tensor], Tensor], gone: list[tuple[str, str]] | None
+) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return run(self.first, x)
+
+    model = Writes()
+    result = Functionalise().apply(torch.export.export(model, (X,), dynamic_shapes=({0: Dim.AUTO},)))
+    traced = Edit("TRAINING", "ATEN") in result.edits
+    told = [(edit.replaced.split(".")[1], (edit.by or "").split(".")[-2]) for edit in result.edits if not traced]
+    assert (None if traced else told) == gone
+    for x in (X, torch.randn(5, *X.shape[1:])):
+        torch.testing.assert_close(result.graph.module()(x), model(x))
+
+
+@pytest.mark.parametrize(
     ("run", "stands"),
     [
         (lambda x: torch.einsum("bnc,bmc->bnm", x, x), "matmul permute reshape"),
