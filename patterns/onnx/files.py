@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import InputError, first_line
 
 
 def read_model(path: Path) -> ir.Model:
@@ -29,7 +29,7 @@ def read_model(path: Path) -> ir.Model:
     if not proto.HasField("graph") or not proto.graph.node:
         raise InputError(f"{path}: holds no graph; export it again")
     for initialiser in proto.graph.initializer:
-        _check_stored(path, initialiser)
+        _check_stored(f"{path}: initialiser {initialiser.name!r}", initialiser)
     opsets = {_domain(opset.domain): opset.version for opset in proto.opset_import}
     for node in proto.graph.node:
         _check_node(path, node, opsets)
@@ -64,21 +64,28 @@ def check_wired(model: ir.Model, name: str) -> None:
             raise InputError(f"{name}: nothing makes its output {result.name!r}; export it again")
 
 
-def _check_stored(path: Path, tensor: onnx.TensorProto) -> None:
-    """Whether a tensor inside the file has as many bytes as its dimensions say."""
+def _check_stored(what: str, tensor: onnx.TensorProto) -> None:
+    """Whether a tensor inside the file has as many bytes, or numbers, as its dimensions say."""
     if any(length < 0 for length in tensor.dims):
-        raise InputError(f"{path}: initialiser {tensor.name!r} has a negative dimension; export it again")
+        raise InputError(f"{what} has a negative dimension; export it again")
     if tensor.data_type == onnx.TensorProto.UNDEFINED:
-        raise InputError(f"{path}: initialiser {tensor.name!r} has no type; export it again")
+        raise InputError(f"{what} has no type; export it again")
     if tensor.data_type not in ir.DataType._value2member_map_ or tensor.data_type == onnx.TensorProto.STRING:
         return
-    if tensor.data_location == onnx.TensorProto.EXTERNAL or not tensor.HasField("raw_data"):
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
         return
-    bits = ir.DataType(tensor.data_type).bitwidth
-    wanted, found = -(-math.prod(tensor.dims) * bits // 8), len(tensor.raw_data)
-    if wanted != found:
-        what = f"{path}: initialiser {tensor.name!r} has {found} bytes"
-        raise InputError(f"{what}, its dimensions {list(tensor.dims)} need {wanted}; export it again")
+    if tensor.HasField("raw_data"):
+        bits = ir.DataType(tensor.data_type).bitwidth
+        wanted, found = -(-math.prod(tensor.dims) * bits // 8), len(tensor.raw_data)
+        if wanted != found:
+            said = f"{what} has {found} bytes, its dimensions {list(tensor.dims)} need {wanted}"
+            raise InputError(f"{said}; export it again")
+        return
+    try:
+        onnx.checker.check_tensor(tensor)
+    except onnx.checker.ValidationError as error:
+        said = f"{what} does not hold the numbers that its dimensions {list(tensor.dims)} need"
+        raise InputError(f"{said} ({first_line(error)}); export it again") from error
 
 
 def _check_node(path: Path, node: onnx.NodeProto, opsets: Mapping[str, int]) -> None:
@@ -102,7 +109,11 @@ def _check_node(path: Path, node: onnx.NodeProto, opsets: Mapping[str, int]) -> 
         if attribute.type == onnx.AttributeProto.UNDEFINED:
             raise InputError(f"{where} has an attribute {attribute.name!r} of no type; export it again")
         seen.add(attribute.name)
+        if attribute.type == onnx.AttributeProto.TENSOR:
+            _check_stored(f"{where}: its {attribute.name}", attribute.t)
         for inner in (attribute.g, *attribute.graphs):
+            for initialiser in inner.initializer:
+                _check_stored(f"{where}: initialiser {initialiser.name!r}", initialiser)
             for each in inner.node:
                 _check_node(path, each, opsets)
 

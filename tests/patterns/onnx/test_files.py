@@ -119,6 +119,18 @@ def of_part_bytes(folder: Path) -> Path:
     return written(folder / "model.onnx", model)
 
 
+def without_numbers(folder: Path) -> Path:
+    model = proto(PLAIN, 17)
+    model.graph.initializer[0].ClearField("raw_data")
+    return written(folder / "model.onnx", model)
+
+
+def a_constant_of_few(folder: Path) -> Path:
+    model = proto("c = Constant<value=float[3] {1., 2., 3.}>()\n y = Add(x, c)", 17)
+    model.graph.node[0].attribute[0].t.ClearField("float_data")
+    return written(folder / "model.onnx", model)
+
+
 def of_a_far_future(folder: Path) -> Path:
     model = proto("y = Softmax(x)", 17, "float[B,N,16] x")
     model.opset_import[0].version = 1 << 40
@@ -163,6 +175,8 @@ BAD = {
     untyped: "has an attribute 'odd' of no type",
     with_three_inputs: r"node 'node0' \(\w+\) has 3 inputs, and its operator at most 2",
     of_part_bytes: r"has 64 bytes, its dimensions \[16\] need 8",
+    without_numbers: r"initialiser 'bk' does not hold the numbers that its dimensions \[16\] need",
+    a_constant_of_few: r"node 'node0' \(Constant\): its value does not hold the numbers .* \[3\] need",
     of_a_far_future: "give --input-size",
     mistyped: r"node 'node1' \(MatMul\) does not take its operands",
     misshapen: r"node 'node0' \(MatMul\) does not take its operands \(x 2x10x16, seven 7x7\)",
