@@ -15,6 +15,7 @@ from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.base import Pipeline
 from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
 from attnrewrite.passes.fx.fold_constants import FoldConstants
+from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.in_float32 import InFloat32
 from attnrewrite.passes.wide import Wide
@@ -144,9 +145,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 def exact(program: ExportedProgram, inputs: tuple[Tensor, ...]) -> tuple[np.ndarray, ...]:
     """What the program gives for `inputs` in float64."""
-    module = program.module()
-    assert isinstance(module, GraphModule)
-    return arrays(Wide(module).run(*inputs))
+    return arrays(Wide(functional_graph(program)).run(*inputs))
 
 
 def reference(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[np.ndarray, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.targets.base import get_target
-from attnrewrite.targets.prepare import arrays, canonical, in_float32, reference, specialise
+from attnrewrite.targets.prepare import arrays, canonical, exact, in_float32, reference, specialise
 
 aten = torch.ops.aten
 RANDOM = torch.Generator().manual_seed(1)
@@ -269,3 +269,15 @@ def test_a_masked_half_precision_model_reaches_a_target(
     made = target.lower("masked", module, (x,), tmp_path, threads=1)
     said = str(dtype).removeprefix("torch.")
     assert f"compiled from the model in float32 (it is in {said}): its inputs are float32" in made.notes
+
+
+def test_what_runs_without_gradients_is_told_in_float64_too() -> None:
+    def angles(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            turned = (x.float() * 1e-3).cos()
+        return x * turned + x.exp().log()
+
+    x = heads(2, 5, 16)
+    (found,) = exact(specialise(Apply(angles), (x,)), (x,))
+    assert found.dtype == "float64"
+    torch.testing.assert_close(torch.from_numpy(found), angles(x).double(), rtol=1e-5, atol=1e-6)
