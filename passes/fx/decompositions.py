@@ -5,8 +5,8 @@ queries, makes a gather of a select, and can fill neither a mask nor an integer 
 product over a single element what is added to it once more; coremltools takes every gelu for the exact one, makes
 twenty gathers of a roll, and has no alias, no where on numbers, no bicubic resize, no sliding windows, no scatter
 between types and no one_hot of int64, and misreads resizes by other than whole factors, reciprocals, steep softplus,
-statistics of whole tensors and those that were learnt. Shapes are fixed by then, so that a tensor like another is a
-constant. What compilers fail at rather than misread is in `lacking`.
+statistics of whole tensors and those that were learnt, and root mean squares of small numbers. Shapes are fixed by
+then, so that a tensor like another is a constant. What compilers fail at rather than misread is in `lacking`.
 """
 
 import math
@@ -192,6 +192,14 @@ def _variance(
     freedom = count - (1 if correction is None else correction)
     squares = (x - x.mean(axes, keepdim=True)).square().mean(axes, keepdim=keepdim)
     return squares * (count / freedom if freedom > 0 else math.nan)
+
+
+def _over_root_mean_square(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    squares = (x * x).mean(tuple(range(-len(shape), 0)), keepdim=True)
+    normal = x * torch.rsqrt(squares + (torch.finfo(x.dtype).eps if eps is None else eps))
+    return normal if weight is None else normal * weight
 
 
 def _deviation(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
@@ -381,6 +389,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.max_pool3d.default: _by_its_size(aten.max_pool3d.default),
     aten.pad.default: _padded,
     aten.instance_norm.default: _instance_norm,
+    aten.rms_norm.default: _over_root_mean_square,
     aten.softplus.default: _softplus,
     aten.std.correction: _deviation,
     aten.std_mean.correction: _and_mean(_deviation),

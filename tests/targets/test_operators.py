@@ -90,6 +90,7 @@ OPERATORS: dict[tuple[int, ...], dict[str, Callable[[Tensor], object]]] = {
         "a product with a vector": lambda x: x @ x[0, 0] + x[0, 0] @ x.mT,
         "bilinear": lambda x: F.bilinear(x, x.flip(1), x[0, :, :, None] * x[0, :, None]),
         "root of the mean square": lambda x: F.rms_norm(x, (8,)) + F.rms_norm(x, (12, 8), eps=1e-6),
+        "and of small numbers": lambda x: F.rms_norm(x * 1e-3, (8,), x[0, 0], 1e-6) + F.rms_norm(x.relu() * 1e-4, (8,)),
         "nothing and a number": lambda x: (x * 2, None, 3),
     },
     LINE: {
