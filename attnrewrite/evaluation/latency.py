@@ -94,7 +94,6 @@ def quantiles(seconds: Sequence[float]) -> Latency:
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

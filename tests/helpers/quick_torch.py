@@ -8,15 +8,18 @@ import copy
 import hashlib
 import io
 import pickle
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch._dynamo.config
 from torch import Tensor, nn
 from torch._export import utils
+from torch._export.serde import schema, serialize
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import ExportedProgram, _trace, exported_program
 from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -140,9 +143,17 @@ def _set_kernels(operator: Any, kernels: dict) -> None:
     operator._dispatch_cache.clear()
 
 
+@cache
+def _fields(schema_class: type) -> dict[str, Any]:
+    return typing.get_type_hints(schema_class, globalns=vars(schema))
+
+
 def apply(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(exported_program, "_override_composite_implicit_decomp", _override)
     patch.setattr(utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops))
     # It parses its whole ONNX operator library at every export.
     patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
     patch.setattr(_trace, "_export", _export)
+    # It reads the types of its records anew for every record of a file.
+    typed = {**vars(typing), "get_type_hints": lambda schema_class, globalns: _fields(schema_class)}
+    patch.setattr(serialize, "typing", SimpleNamespace(**typed))
