@@ -158,7 +158,7 @@ def _numbers(given: Any, named: int) -> tuple[int, ...]:
 
 def _softmax(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
     axis: Any = arguments_of(producer)["dim"]
-    return Operation(node.name, "softmax", "softmax", inputs, {"axis": int(axis) % len(graph.shape(node.name))})
+    return Operation(node.name, "softmax", "softmax", inputs, {"axis": int(axis) % max(len(graph.shape(node.name)), 1)})
 
 
 def _norm_attributes(graph: FxNodes, name: str, producer: Node) -> dict[str, object]:
