@@ -184,4 +184,4 @@ def test_an_error_carries_the_site_that_it_is_about() -> None:
 
 def test_a_softmax_of_one_number_is_no_attention() -> None:
     scan = ar.explain(nn.Softmax(-1), torch.tensor(1.0))
-    assert (len(scan.sites), [miss.code for miss in scan.near_misses]) == (0, ["no-product"])
+    assert (len(scan.sites), [miss.code for miss in scan.near_misses]) == (0, ["output"])
