@@ -27,7 +27,8 @@ from scipy.stats import spearmanr
 from attnrewrite.errors import AttnRewriteError, first_line
 from attnrewrite.evaluation.latency import environment
 from attnrewrite.frontends.torchvision import import_torchvision
-from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
+from attnrewrite.passes.fx.decompositions import Decompose
+from attnrewrite.passes.fx.misread import WRITTEN_OUT
 from attnrewrite.targets.coreml import latency, package, spelling
 from attnrewrite.targets.prepare import specialise
 

@@ -13,11 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.base import Pipeline
-from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
+from attnrewrite.passes.fx.decompositions import Decompose
 from attnrewrite.passes.fx.fold_constants import FoldConstants
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.in_float32 import InFloat32
+from attnrewrite.passes.fx.misread import WRITTEN_OUT
 from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 

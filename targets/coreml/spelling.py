@@ -14,8 +14,9 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError
-from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose, either, in_others
+from attnrewrite.passes.fx.decompositions import Decompose, either, in_others
 from attnrewrite.passes.fx.lacking import LACKING
+from attnrewrite.passes.fx.misread import WRITTEN_OUT
 from attnrewrite.targets.prepare import canonical
 
 DEEPEST = 8  # a decomposition may itself be of what is lacking: so often at most

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 from variant_sites import make_site
 
-from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
+from attnrewrite.passes.fx.decompositions import Decompose
+from attnrewrite.passes.fx.misread import WRITTEN_OUT
 from attnrewrite.site import AttentionSite, Grid
 from attnrewrite.targets.coreml import interpreter, package, spelling
 from attnrewrite.targets.coreml.engine_rules import lint

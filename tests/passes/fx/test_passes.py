@@ -14,11 +14,12 @@ from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.passes.base import Edit, PassResult
 from attnrewrite.passes.fx.cleanup import CleanUp
 from attnrewrite.passes.fx.composites import WriteOutComposites
-from attnrewrite.passes.fx.decompositions import WRITTEN_OUT, Decompose
+from attnrewrite.passes.fx.decompositions import Decompose
 from attnrewrite.passes.fx.deploy import DeploySites
 from attnrewrite.passes.fx.fold_constants import FoldConstants
 from attnrewrite.passes.fx.functionalise import Functionalise, RemoveAssertions, RemoveDropout, functional_graph
 from attnrewrite.passes.fx.in_float32 import InFloat32
+from attnrewrite.passes.fx.misread import WRITTEN_OUT
 from attnrewrite.passes.fx.relu_for_gelu import ReluForGelu
 from attnrewrite.passes.fx.rewrite import FxRewrite, scan_graph
 from attnrewrite.passes.verify import relative_error
