@@ -19,7 +19,7 @@ from torch import nn
 
 import attnrewrite as ar
 from attnrewrite.conversion.record import deployed
-from attnrewrite.errors import AttnRewriteError, first_line
+from attnrewrite.errors import AttnRewriteError, InputError, Refusal, first_line
 from attnrewrite.evaluation.latency import environment
 from attnrewrite.frontends.torchvision import import_torchvision
 from attnrewrite.targets.base import get_target
@@ -72,9 +72,10 @@ def prices(row: Published) -> tuple[float, float, str]:
 
 
 def _price(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> float:
-    price = get_target("coreml-npu").price(module, inputs)
-    assert price is not None
-    return price
+    pricing = get_target("coreml-npu").pricing()
+    if isinstance(pricing, Refusal):
+        raise InputError(pricing.sentence)
+    return pricing.of(module, inputs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

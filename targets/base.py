@@ -46,7 +46,8 @@ class Artifact:
     input of a picture, where the model takes pictures: where the input is an image itself, what is left is its size.
     `labels` are what it answers with, where that is not numbers. `processor` is what the code is for, in its compiler's
     words, and `runtime` what loads it: packages by version. `compression` is how its weights were made to take less,
-    `measured` how the model and the artifact did on images that were given.
+    `measured` how the model and the artifact did on images that were given. `instructions` are those that an emulator
+    counted in one call on one thread.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Artifact:
     measured: Mapping[str, Any] = field(default_factory=dict)
     processor: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, str] = field(default_factory=dict)
+    instructions: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,26 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class Pricing:
+    """How a target prices parts of a model where it cannot time them.
+
+    `of` gives what a module costs on its inputs, in `unit`, and raises AttnRewriteError where the target cannot take
+    the module; `how` says in words what is priced by what.
+    """
+
+    unit: str
+    how: str
+    of: Callable[[nn.Module, tuple[Tensor, ...]], float]
+
+
+@dataclass(frozen=True)
 class Run:
     """A module in one runtime of a target, ready to be timed, or the reason why it does not run here.
 
     `call` runs it once; None where it cannot be called here, for `reason`. `max_abs_error` is the largest difference to
     the module's own outputs on the example inputs. `note` is what to know about how it was built; `estimate` is what
-    stands where it does not run. `seconds` are those of calls that a device elsewhere has timed by its own clock: then
-    there is no `call`, and nothing more to be timed.
+    stands where it does not run, as is `instructions`, those that an emulator counted in one call. `seconds` are those
+    of calls that a device elsewhere has timed by its own clock: then there is no `call`, and nothing more to be timed.
     """
 
     runtime: str
@@ -105,6 +120,7 @@ class Run:
     reason: Refusal | None
     note: str = ""
     estimate: Estimate | None = None
+    instructions: int | None = None
     seconds: tuple[float, ...] = ()
 
     @classmethod
@@ -161,13 +177,9 @@ class Target:
         """How long an artifact of this target takes, by a model of its device's costs; None where there is no model."""
         return None
 
-    def price(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> float | None:
-        """What a part of a model costs by the same model, in a unit of its own; None where there is none.
-
-        Raises:
-            InputError: the target cannot take the module.
-        """
-        return None
+    def pricing(self) -> Pricing | Refusal:
+        """How parts of a model are priced where they cannot be timed, or why they are not. May fetch what it takes."""
+        return Refusal("no-prices", f"target {self.name!r} has no model of its device's costs")
 
     def options(self) -> tuple[str, ...]:
         """The names of the options that this target has."""
@@ -215,6 +227,7 @@ class Target:
         compression: Compression | None = None,
         processor: Mapping[str, Any] | None = None,
         runtime: Mapping[str, str] | None = None,
+        instructions: int | None = None,
     ) -> Artifact:
         """The record of what lies in `out` once it has been checked on `inputs`; it is written there, too."""
         made = Artifact(
@@ -235,6 +248,7 @@ class Target:
             compression=compression,
             processor=processor or {},
             runtime=runtime or {},
+            instructions=instructions,
         )
         return recorded(made, out)
 

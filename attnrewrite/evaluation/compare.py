@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrewrite.errors import InputError, Refusal, told
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.latency import Latency, environment, measure, quantiles
-from attnrewrite.evaluation.records import Comparison, Evaluation, Quantiles, Row
+from attnrewrite.evaluation.records import Comparison, Evaluation, Quantiles, Row, Status
 from attnrewrite.evaluation.resume import Key, described, fingerprint, key_of, measured_before
 from attnrewrite.images.dataset import Images
 from attnrewrite.images.preprocessing import Preprocessing, image_size
@@ -156,7 +156,14 @@ def prepared(model: CompareModel, target: Target, threads: int) -> tuple[Run, ..
         return (Run.refused("–", Refusal("failed", str(told(f"target {target.name!r}", error)))),)
     note = "; ".join((f"checked: {built.check}", f"schedule: {built.schedule}", *built.notes))
     return tuple(
-        replace(run, max_abs_error=built.max_abs_error, size_bytes=built.size_bytes, note=note, estimate=estimate)
+        replace(
+            run,
+            max_abs_error=built.max_abs_error,
+            size_bytes=built.size_bytes,
+            note=note,
+            estimate=estimate,
+            instructions=built.instructions,
+        )
         for run in runs
     )
 
@@ -208,9 +215,9 @@ def _row(
         model=model.name,
         target=target.name,
         runtime=run.runtime,
-        status="estimated" if told else "unavailable" if latency is None else "measured",
+        status=_status(latency is not None, told or run.instructions is not None),
         latency_ms=time,
-        instructions=None,
+        instructions=run.instructions,
         top1=quality.top1 if quality else None,
         agreement=quality.agreement if quality else None,
         size_bytes=run.size_bytes,
@@ -220,6 +227,11 @@ def _row(
         sites=model.sites,
         note="; ".join(filter(None, (str(run.reason or ""), estimated, run.note))),
     )
+
+
+def _status(timed: bool, known: bool) -> Status:
+    """`known`: there is no time of a clock, but an estimate, or what an emulator counted."""
+    return "measured" if timed else "estimated" if known else "unavailable"
 
 
 def _estimate_in_words(run: Run, target: Target, runs: Sequence[tuple[str, Target, Run]]) -> str:

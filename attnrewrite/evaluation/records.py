@@ -42,9 +42,10 @@ class Row:
     """One model in one runtime of one target.
 
     `latency_ms` is a time of this machine's clock where `status` is "measured", and what a target's model of its
-    device's costs says where it is "estimated" (p90: the end of its interval); `instructions` is a count of an
-    emulator. `top1` and `agreement` (with the first model) are percentages, `macs` multiply-adds for one image,
-    `max_abs_error` the distance to the module's own outputs. None: not known. `note` says why, and what to know.
+    device's costs says where it is "estimated" (p90: the end of its interval). `instructions` are those that an
+    emulator counted in one call on one thread; where they alone are known, the row is "estimated", too. `top1` and
+    `agreement` (with the first model) are percentages, `macs` multiply-adds for one image, `max_abs_error` the distance
+    to the module's own outputs. None: not known. `note` says why, and what to know.
     """
 
     model: str

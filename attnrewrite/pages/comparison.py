@@ -14,24 +14,16 @@ from attnrewrite.pages.render import render
 def comparison_table(comparison: Comparison) -> Group:
     """A table for the terminal, its notes numbered below it."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in (
-        "model",
-        "target",
-        "runtime",
-        "p50 ms",
-        "p90 ms",
-        "top-1",
-        "agree",
-        "size",
-        "max error",
-        "note",
-    ):
+    counted = any(row.instructions is not None for row in comparison.rows)
+    headings = ("model", "target", "runtime", "p50 ms", "p90 ms", *(["instructions"] if counted else []))
+    for heading in (*headings, "top-1", "agree", "size", "max error", "note"):
         table.add_column(heading, justify="left" if heading in ("model", "target", "runtime") else "right")
     for row in comparison.rows:
         times = (f"{row.latency_ms.p50:.2f}", f"{row.latency_ms.p90:.2f}") if row.latency_ms else (row.status, "")
+        counts = (count(row.instructions),) if counted else ()
         quality = (percent(row.top1), percent(row.agreement), size(row.size_bytes), error(row.max_abs_error))
         number = f"[{comparison.notes.index(row.note) + 1}]" if row.note else ""
-        table.add_row(*map(Text, (row.model, row.target, row.runtime, *times, *quality, number)))
+        table.add_row(*map(Text, (row.model, row.target, row.runtime, *times, *counts, *quality, number)))
     footnotes = (Text(f"[{number}] {note}") for number, note in enumerate(comparison.notes, 1))
     return Group(table, *footnotes)
 

@@ -1,5 +1,5 @@
-"""What each candidate costs at each site: timed on the target where this machine can, else by the target's own model
-of its device's costs, else a count of multiply-adds.
+"""What each candidate costs at each site: timed on the target where this machine can, else as the target prices it (by
+a model of its device's costs, by executed instructions), else a count of multiply-adds.
 """
 
 import copy
@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 from torch import Tensor, nn
 
-from attnrewrite.errors import AttnRewriteError, InputError
+from attnrewrite.errors import AttnRewriteError, InputError, Refusal
 from attnrewrite.evaluation.compare import CompareModel, cost
 from attnrewrite.evaluation.latency import measure
 from attnrewrite.passes.site_module import SiteModule
@@ -37,11 +37,12 @@ class Costs:
     """For each site, the cost of softmax and then of each candidate (infinite where it has none), and the cost of the
     whole original, all in `unit`.
 
-    `status` is measured or estimated, `how` says by what and, where it was not measured, why not.
+    `unit` is ms, multiply-adds, or what a target prices in (estimated time, instructions). `status` is measured or
+    estimated, `how` says by what and, where it was not measured, why not.
     """
 
     status: Literal["measured", "estimated"]
-    unit: Literal["ms", "multiply-adds", "estimated time"]
+    unit: str
     how: str
     whole: float
     sites: Mapping[str, tuple[float, ...]]
@@ -109,21 +110,17 @@ def measured(timer: Timer, extraction: Extraction, candidates: Sequence[Variant]
 
 def priced(
     target: Target, extraction: Extraction, candidates: Sequence[Variant], execution: Execution, why: str
-) -> Costs | None:
-    """The same modules by the target's own model of its device's costs; None where it has none. `why` says why they are
-    not timed.
-    """
-    if type(target).price is Target.price or target.availability().build is not None:
-        return None
-
-    def price(module: nn.Module, inputs: tuple[Tensor, ...]) -> float:
-        found = target.price(module, inputs)
-        assert found is not None
-        return found
-
-    prices, names = _ready(price, extraction, candidates, execution)
-    how = f"the estimate of {target.name}, each site's module by itself; {why}"
-    return Costs("estimated", "estimated time", how, prices[WHOLE], _columns(names, prices))
+) -> Costs | Refusal:
+    """The same modules as the target prices them, or why it does not. `why` says why they are not timed."""
+    pricing = target.pricing()
+    if isinstance(pricing, Refusal):
+        return pricing
+    try:
+        prices, names = _ready(pricing.of, extraction, candidates, execution)
+    except InputError as error:
+        return Refusal("no-prices", f"{pricing.how}: {error}")
+    how = f"{pricing.how}, each site's module by itself; {why}"
+    return Costs("estimated", pricing.unit, how, prices[WHOLE], _columns(names, prices))
 
 
 Found = TypeVar("Found")

@@ -122,8 +122,10 @@ class Measurements:
         if isinstance(self.timer, str):
             target = None if self.auto.budget.target is None else get_target(self.auto.budget.target)
             asked = self.extraction, self.auto.candidates
-            prices = None if target is None else priced(target, *asked, self.execution, self.timer)
-            return prices or estimated(*asked, self.timer)
+            if target is None:
+                return estimated(*asked, self.timer)
+            prices = priced(target, *asked, self.execution, self.timer)
+            return prices if isinstance(prices, Costs) else estimated(*asked, f"{self.timer}; {prices.sentence}")
         return measured(self.timer, self.extraction, self.auto.candidates, self.execution)
 
     def loss(self, standing: Mapping[str, Variant]) -> Loss:

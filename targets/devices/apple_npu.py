@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnrewrite.errors import AttnRewriteError, InputError, Refusal
 from attnrewrite.targets import agreement as check
-from attnrewrite.targets.base import Artifact, Availability, Estimate, Run, Target, size_bytes
+from attnrewrite.targets.base import Artifact, Availability, Estimate, Pricing, Run, Target, size_bytes
 from attnrewrite.targets.coreml import compression, interpreter, latency, lowering, package
 from attnrewrite.targets.coreml.labels import named, read_labels
 from attnrewrite.targets.prepare import arrays, canonical, each_once, in_float32, reference
@@ -104,8 +104,11 @@ class CoreMLNpu(Target):
         with package.quiet():
             return latency.estimate(interpreter.load(artifact.path / package.NAME))
 
-    def price(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> float | None:
-        self.require_build()
+    def pricing(self) -> Pricing | Refusal:
+        missing = self.availability().build
+        return missing or Pricing("estimated time", f"the estimate of {self.name}", self._price)
+
+    def _price(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> float:
         wide = in_float32(module, example_inputs)
         inputs, _ = _as_core_ml_takes(wide.inputs)
         program = canonical(each_once(wide.module, inputs)[0])

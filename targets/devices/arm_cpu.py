@@ -1,15 +1,16 @@
 """64-bit ARM processors, under Linux, Android or iOS: TVM cross-compiled."""
 
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from attnrewrite.errors import Refusal, unknown_name
+from attnrewrite.errors import InputError, Refusal, unknown_name
 from attnrewrite.targets import agreement as check
-from attnrewrite.targets.base import Artifact, Availability, Run, Target
+from attnrewrite.targets.base import Artifact, Availability, Pricing, Run, Target
 from attnrewrite.targets.devices import over_rpc
 from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
 from attnrewrite.targets.runners import qemu
@@ -21,7 +22,7 @@ from attnrewrite.targets.tvm.schedules.profile import arm_cores, system_of, syst
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
 NOT_MEASURED = Refusal("needs-device", "measured on an ARM device only (--rpc HOST:PORT; there, target host)")
 LINUX = "linux"
-EMULATION_S = 120  # seconds that the emulated run may take
+EMULATION_S = 240  # seconds that the emulated run, of two calls, may take
 
 
 @dataclass(frozen=True)
@@ -62,24 +63,46 @@ class ArmCpu(Target):
         try:
             if system != LINUX:
                 raise Unavailable(f"it is for {system}, which is not emulated here")
-            found, how = qemu.execute(library, arrays(wide.inputs), packages, EMULATION_S), "ran under qemu-aarch64"
+            ran, how = qemu.execute(library, arrays(wide.inputs), packages, EMULATION_S), "ran under qemu-aarch64"
         except Unavailable as reason:
             host = tvm_compat.build_for_cpu(program, "host")
-            found, how = tvm_compat.bind(host.executable, wide.inputs, threads)(), f"{ON_HOST}: {reason}"
-        agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
+            found = tvm_compat.bind(host.executable, wide.inputs, threads)()
+            ran, how = qemu.Executed(found, None), f"{ON_HOST}: {reason}"
+        uncounted = (f"instructions not counted: {ran.uncounted}",) if ran.uncounted else ()
+        expected = reference(wide.module, wide.inputs)
+        agreement = check.agree(f"{name} for {self.name}", ran.outputs, expected, check.FLOAT32)
         return self.artifact(
             name,
             out,
             agreement,
             check=how,
             schedule=made.schedule,
-            notes=(*notes, *wide.notes),
+            notes=(*notes, *uncounted, *wide.notes),
             inputs=arrays(wide.inputs),
-            outputs=found,
+            outputs=ran.outputs,
             operators=made.operators,
+            instructions=ran.instructions,
             processor=made.processor,
             runtime=packages.versions,
         )
+
+    def pricing(self) -> Pricing | Refusal:
+        if (missing := self.availability().build) is not None:
+            return missing
+        try:
+            if (self.system or system_of(self.cpu)) != LINUX:
+                raise Unavailable("only what is for linux is emulated here")
+            qemu.counter_of(tvm_compat.runtime_packages())
+        except Unavailable as reason:
+            return Refusal("no-prices", f"instructions cannot be counted: {reason}")
+        return Pricing("instructions", f"instructions for {self.cpu} counted under qemu-aarch64", self._instructions)
+
+    def _instructions(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            made = self.lower("a part", module, example_inputs, Path(folder), threads=1)
+        if made.instructions is None:
+            raise InputError(f"its instructions were not counted: {'; '.join((made.check, *made.notes))}")
+        return float(made.instructions)
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int

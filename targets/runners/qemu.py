@@ -1,4 +1,5 @@
-"""Runs aarch64 libraries on other processors, under qemu's user-mode emulation: exact results, no meaningful times.
+"""Runs aarch64 libraries on other processors, under qemu's user-mode emulation: exact results and counts of executed
+instructions, no meaningful times.
 
 Needs qemu-user, the aarch64 cross-compiler, and TVM's aarch64 runtime, which its wheel for that processor holds. The
 wheel is fetched once from the package index (some 100 MB) and what is needed of it kept in the user's cache folder;
@@ -20,6 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from attnrewrite.errors import CheckFailedError
+from attnrewrite.targets.runners.cache import kept
+from attnrewrite.targets.runners.instructions import counter, counting, last_interval
 from attnrewrite.targets.runners.programs import Failed, Unavailable, run
 
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
@@ -38,10 +41,21 @@ class Packages:
     headers: tuple[str, ...]
 
 
-def execute(
-    library: Path, inputs: Sequence[np.ndarray], packages: Packages, timeout_s: float
-) -> tuple[np.ndarray, ...]:
-    """The outputs (float32) of an aarch64 library whose runtime is in `packages`.
+@dataclass(frozen=True)
+class Executed:
+    """The outputs of a call, and how many instructions a second one executed on one thread; None where `uncounted` says
+    why that is not known.
+    """
+
+    outputs: tuple[np.ndarray, ...]
+    instructions: int | None
+    uncounted: str = ""
+
+
+def execute(library: Path, inputs: Sequence[np.ndarray], packages: Packages, timeout_s: float) -> Executed:
+    """The outputs (float32) of an aarch64 library whose runtime is in `packages`, and what the call executed.
+
+    The count is of the second call: the first one also does what is done once.
 
     Raises:
         Unavailable: it cannot be run here, or not in `timeout_s` seconds.
@@ -49,34 +63,58 @@ def execute(
     """
     if any(array.dtype != np.float32 for array in inputs):
         raise Unavailable("the emulated runner takes float32 inputs only")
-    libraries = runtime(packages)
+    runner = runtime(packages) / RUNNER
     with tempfile.TemporaryDirectory() as folder:
+        counts = Path(folder) / "counts"
+        try:
+            options, calls, uncounted = counting(counter_of(packages), counts), 2, ""
+        except Unavailable as reason:
+            options, calls, uncounted = [], 1, str(reason)
         arguments = []
         for index, array in enumerate(inputs):
             array.tofile(f"{folder}/input.{index}")
             arguments.append(f"{'x'.join(map(str, array.shape))}={folder}/input.{index}")
-        command = [*emulated(libraries / RUNNER), str(library.resolve()), f"{folder}/output", *arguments]
+        command = [*emulated(runner, options), str(library.resolve()), f"{folder}/output", str(calls), *arguments]
         try:
             printed = run(command, timeout_s)
         except Failed as error:
             raise CheckFailedError(f"the aarch64 library crashes under emulation: {error}") from error
         shapes = [tuple(map(int, line.split())) for line in printed.splitlines()]
         outputs = [np.fromfile(f"{folder}/output.{index}", np.float32) for index in range(len(shapes))]
-    return tuple(output.reshape(shape) for output, shape in zip(outputs, shapes, strict=True))
+        counted = last_interval(counts)
+    found = tuple(output.reshape(shape) for output, shape in zip(outputs, shapes, strict=True))
+    return Executed(found, counted, "" if counted else uncounted or "the counter missed the program's marks")
 
 
-def emulated(program: Path) -> list[str]:
-    """The command that runs an aarch64 program whose libraries lie beside it.
+def counter_of(packages: Packages) -> Path:
+    """The plugin that counts what programs execute.
+
+    Raises:
+        Unavailable: they cannot be run here, or are not counted.
+    """
+    return counter(_emulator(), _guest(runtime(packages) / RUNNER))
+
+
+def emulated(program: Path, options: Sequence[str] = ()) -> list[str]:
+    """The command that runs an aarch64 program whose libraries lie beside it, on one thread.
 
     Raises:
         Unavailable: there is no emulator or no cross-compiler, whose libraries of C and C++ it runs with.
     """
-    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
-    if emulator is None:
-        raise Unavailable("qemu-aarch64 is not installed (Debian: qemu-user)")
+    return [_emulator(), *options, *_guest(program)]
+
+
+def _guest(program: Path) -> list[str]:
     libc = run([CROSS_COMPILER, "-print-file-name=libc.so.6"], COMPILE_S).strip()
     sysroot = str(Path(libc).resolve().parent.parent)
-    return [emulator, "-L", sysroot, "-E", f"LD_LIBRARY_PATH={program.parent}", str(program)]
+    return ["-L", sysroot, "-E", f"LD_LIBRARY_PATH={program.parent}", "-E", "TVM_NUM_THREADS=1", str(program)]
+
+
+def _emulator() -> str:
+    found = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if found is None:
+        raise Unavailable("qemu-aarch64 is not installed (Debian: qemu-user)")
+    return found
 
 
 def runtime(packages: Packages) -> Path:
@@ -88,26 +126,16 @@ def runtime(packages: Packages) -> Path:
     if shutil.which(CROSS_COMPILER) is None:
         raise Unavailable(f"{CROSS_COMPILER} is not installed (Debian: g++-aarch64-linux-gnu)")
     source = files("attnrewrite.targets.runners").joinpath("aarch64_runner.cc").read_bytes()
-    key = "-".join((*packages.versions.values(), hashlib.sha256(source).hexdigest()[:12]))
-    target = _cache() / f"aarch64-{key}"
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / "runtime"
-        made.mkdir()
-        for wheel in _download(packages.versions, Path(folder)):
-            _extract(wheel, made)
-        _compile(source, made, packages.headers)
+
+    def make(folder: Path) -> None:
+        with tempfile.TemporaryDirectory() as wheels:
+            for wheel in _download(packages.versions, Path(wheels)):
+                _extract(wheel, folder)
+        _compile(source, folder, packages.headers)
         # Without arguments it only says how it is used: a failure now is this machine's, a later one the library's.
-        run(emulated(made / RUNNER), COMPILE_S)
-        try:
-            made.rename(target)
-        except OSError:
-            # Another process was faster.
-            if not target.is_dir():
-                raise
-    return target
+        run(emulated(folder / RUNNER), COMPILE_S)
+
+    return kept("-".join(("aarch64", *packages.versions.values(), hashlib.sha256(source).hexdigest()[:12])), make)
 
 
 def _download(versions: Mapping[str, str], folder: Path) -> list[Path]:
@@ -138,8 +166,3 @@ def _compile(source: bytes, folder: Path, headers: Sequence[str]) -> None:
     libraries = [f"-L{folder}", "-Wl,--no-as-needed", "-ltvm_runtime", "-ltvm_ffi"]
     command = [CROSS_COMPILER, "-std=c++17", "-O1", *includes, f"{folder}/runner.cc", *libraries]
     run([*command, "-o", str(folder / RUNNER)], COMPILE_S)
-
-
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "attnrewrite"

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,13 +103,22 @@ class Estimating(Far):
         return Estimate("a phone", ms, 0.8 * ms, 1.5 * ms, 0.96, self.error, self.error < 0.2)
 
 
+class Counting(Far):
+    """A target whose artifacts an emulator runs."""
+
+    name = "counting"
+
+    def lower(self, name: str, *given: Any, **options: Any) -> Artifact:
+        return replace(super().lower(name, *given, **options), instructions=3_000 if name == "original" else 2_000)
+
+
 class FarOff(Estimating):
     name, error = "far off", 0.3
 
 
 @pytest.fixture(autouse=True)
 def known_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {target.name: target for target in (Near(), Far(), Refusing(), Estimating(), FarOff())}
+    known = {target.name: target for target in (Near(), Far(), Refusing(), Estimating(), FarOff(), Counting())}
     monkeypatch.setattr(compare, "get_target", known.__getitem__)
 
 
@@ -159,6 +169,13 @@ def test_an_estimate_that_is_too_far_off_gives_an_order_and_no_time(models: dict
     assert [(row.status, row.latency_ms) for row in rows] == [("unavailable", None)] * 2
     assert ["number 2 of 2" in rows[0].note, "number 1 of 2" in rows[1].note] == [True, True]
     assert not any(" ms" in row.note for row in rows)
+
+
+def test_instructions_that_an_emulator_counted_are_an_estimate_without_a_time(models: dict[str, CompareModel]) -> None:
+    comparison = compare_models(models, ["counting", "far"])
+    told = [(row.target, row.status, row.latency_ms, row.instructions) for row in comparison.rows]
+    far = ("far", "unavailable", None, None)
+    assert told == [("counting", "estimated", None, 3_000), far, ("counting", "estimated", None, 2_000), far]
 
 
 def test_quality_is_found_once_per_model_against_the_first(models: dict[str, CompareModel], images: Images) -> None:

@@ -73,6 +73,17 @@ def test_the_table_names_every_row_and_numbers_its_notes() -> None:
     assert lines[4].strip() == f"[1] {SCHEDULE}"
 
 
+def test_the_table_has_a_column_for_instructions_where_an_emulator_counted_them() -> None:
+    counted = replace(PLAIN.rows[0], status="estimated", latency_ms=None, instructions=56_395_176)
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(Comparison({}, (counted, *PLAIN.rows[1:])).to_table())
+    heading, row, other, *_ = capture.get().splitlines()
+    assert "p90 ms  instructions  top-1" in heading
+    assert row.split()[3:7] == ["estimated", "56.4", "M", "94.8%"]
+    assert other.split()[5] == "–"
+
+
 @pytest.mark.parametrize("comparison", [COMPARISON, UNLABELLED, UNTIMED, TIMED_ALONE, PLAIN])
 def test_the_page_stands_alone_and_escapes_names(comparison: Comparison, tmp_path: Path) -> None:
     page = comparison.to_html(tmp_path / "a" / "report.html").read_text(encoding="utf-8")

@@ -20,11 +20,12 @@ from attnrewrite.evaluation.latency import Latency
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.plan import Plan
-from attnrewrite.selection.costs import WHOLE, Timer
+from attnrewrite.selection import measurements
+from attnrewrite.selection.costs import WHOLE, Costs, Timer, priced
 from attnrewrite.selection.knapsack import Table
 from attnrewrite.selection.problem import described
 from attnrewrite.selection.search import Losing, Step
-from attnrewrite.targets.base import Availability
+from attnrewrite.targets.base import Availability, Pricing, get_target
 from attnrewrite.targets.devices.apple_npu import CoreMLNpu
 
 COUNT = 160
@@ -82,11 +83,11 @@ def test_without_labels_the_budget_is_in_points_of_agreement(images: torch.Tenso
 
 def test_a_budget_on_an_unmeasured_target_is_estimated_and_says_so(labelled: list) -> None:
     model, inputs = encoder(), INPUTS
-    how: dict[str, Any] = {"variant": "auto", "target": "arm-cpu", "candidates": FEW, "calibration": labelled}
+    how: dict[str, Any] = {"variant": "auto", "target": "gpu", "candidates": FEW, "calibration": labelled}
     done = ar.convert(model, inputs, max_latency=0.98, **how)
     told = done.report["selection"]
     assert (told["cost"]["status"], told["cost"]["unit"]) == ("estimated", "multiply-adds")
-    assert "measured on an ARM device only" in told["cost"]["how"]
+    assert told["cost"]["how"].endswith("target 'gpu' has no model of its device's costs")
     assert told["promise"]["timed_ratio"] <= 0.98
     with pytest.raises(CheckFailedError, match=r"no choice of candidates brings Encoder down to 0.2 of its cost"):
         ar.convert(model, inputs, max_latency=0.2, **how)
@@ -95,16 +96,34 @@ def test_a_budget_on_an_unmeasured_target_is_estimated_and_says_so(labelled: lis
 def test_a_target_with_a_model_of_its_device_prices_candidates_by_it(
     labelled: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def price(self: CoreMLNpu, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> float:
+    def price(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> float:
         return 1.0 if "l1" in str(module).lower() else 5.0
 
-    monkeypatch.setattr(CoreMLNpu, "price", price)
+    pricing = Pricing("estimated time", "the estimate of coreml-npu", price)
+    monkeypatch.setattr(CoreMLNpu, "pricing", lambda self: pricing)
     monkeypatch.setattr(CoreMLNpu, "availability", lambda self: Availability(None, Refusal("far", "it is elsewhere")))
     how: dict[str, Any] = {"variant": "auto", "target": "coreml-npu", "candidates": ["l1"], "calibration": labelled}
     done = ar.convert(encoder(), INPUTS, max_drop=99.0, **how)
     told = done.report["selection"]["cost"]
     assert (told["status"], told["unit"], told["original"]) == ("estimated", "estimated time", 5.0)
     assert told["how"] == "the estimate of coreml-npu, each site's module by itself; it is elsewhere"
+
+
+def test_a_target_that_is_emulated_prices_candidates_by_instructions(
+    labelled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(pricing := get_target("arm-cpu").pricing(), Refusal):
+        pytest.skip(pricing.sentence)
+    found: list[Costs] = []
+    monkeypatch.setattr(measurements, "priced", lambda *given: found.append(priced(*given)) or found[-1])
+    how: dict[str, Any] = {"variant": "auto", "target": "arm-cpu", "candidates": ["l1"], "calibration": labelled}
+    with pytest.raises(NothingMatchedError, match="softmax everywhere suits the budget best"):
+        ar.convert(encoder(), INPUTS, max_drop=99.0, **how)  # 16 tokens are too few for l1 to pay
+    (costs,) = found
+    assert (costs.status, costs.unit) == ("estimated", "instructions")
+    assert costs.how.startswith("instructions for cortex-a76 counted under qemu-aarch64, each site's module")
+    assert all(10_000 < softmax < l1 < 2 * softmax for softmax, l1 in costs.sites.values())
+    assert sum(softmax for softmax, _ in costs.sites.values()) < costs.whole
 
 
 def clock(calls: Mapping[str, Callable[[], object]], **_: Any) -> dict[str, Latency]:

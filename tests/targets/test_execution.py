@@ -1,5 +1,6 @@
 """Executing what was compiled for other devices: what fails where a tool is missing, and what where the code is bad."""
 
+import json
 import os
 import tarfile
 from dataclasses import replace
@@ -10,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from attnrewrite.errors import CheckFailedError
-from attnrewrite.targets.base import get_target
+from attnrewrite.errors import CheckFailedError, Refusal
+from attnrewrite.targets.base import Artifact, get_target
 from attnrewrite.targets.prepare import specialise
-from attnrewrite.targets.runners import opencl, programs, qemu
+from attnrewrite.targets.runners import instructions, opencl, programs, qemu
 from attnrewrite.targets.runners.opencl import DeviceProgram, Launch, Output
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm import device as tvm_device
@@ -118,6 +119,48 @@ def test_without_a_cross_linker_there_are_object_files_and_the_reason(
     with tarfile.open(tmp_path / "model.tar") as archive:
         assert all(archive.extractfile(name).read(4) == b"\x7fELF" for name in archive.getnames())
     assert made.notes == (f"object files instead of a library: {qemu.CROSS_COMPILER} is not installed to link them",)
+
+
+def counted_or_skip(made: Artifact) -> int:
+    if made.instructions is None:
+        pytest.skip("; ".join((made.check, *made.notes)))
+    return made.instructions
+
+
+def test_instructions_are_counted_exactly_and_follow_the_work(arm, tmp_path: Path) -> None:
+    found = counted_or_skip(arm())
+    assert found == arm().instructions == json.loads((tmp_path / "artifact.json").read_text())["instructions"]
+    # Four multiply-adds an instruction, one load at least for every four of them, and a start of some thousands.
+    twice = (torch.randn(200, 64), nn.Linear(64, 64)), (torch.randn(400, 64), nn.Linear(64, 64))
+    once, double = (
+        get_target("arm-cpu").lower("linear", module.eval(), (x,), tmp_path, threads=1).instructions
+        for x, module in twice
+    )
+    floor = 200 * 64 * 64 // 4
+    assert floor < double - once < 3 * floor
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"COMPILER": "no-such-cc"}, "instructions not counted: a C compiler (no-such-cc) is not installed to build"),
+        ({"counting": lambda plugin, into: ["-plugin", "/no/plugin"]}, "this emulator takes no plugin that counts"),
+    ],
+)
+def test_what_cannot_be_counted_says_why_and_is_checked_all_the_same(
+    arm, broken: dict, said: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted_or_skip(arm())
+    folder = tmp_path_factory.mktemp("counter")
+    monkeypatch.setattr(instructions, "kept", lambda name, make: (make(folder), folder)[1])
+    for name, value in broken.items():
+        monkeypatch.setattr(instructions, name, value)
+    made = arm()
+    assert (made.check, made.instructions) == ("ran under qemu-aarch64", None)
+    assert said in "; ".join(made.notes)
+    pricing = get_target("arm-cpu").pricing()
+    assert isinstance(pricing, Refusal)
+    assert "instructions cannot be counted" in pricing.sentence
 
 
 @pytest.mark.parametrize(
