@@ -39,7 +39,7 @@ def described(targets: Iterable[Target]) -> dict[str, str]:
         target.name: " ".join(
             f"{name}={getattr(target, name)}"
             for name in target.options()
-            if name != "rpc_timeout" and getattr(target, name) is not None
+            if name not in ("rpc_timeout", "emulation_s") and getattr(target, name) is not None
         )
         for target in targets
     }

@@ -22,7 +22,6 @@ from attnrewrite.targets.tvm.schedules.profile import arm_cores, system_of, syst
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
 NOT_MEASURED = Refusal("needs-device", "measured on an ARM device only (--rpc HOST:PORT; there, target host)")
 LINUX = "linux"
-EMULATION_S = 240  # seconds that the emulated run, of two calls, may take
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,15 @@ class ArmCpu(Target):
     """A shared library for a core under Linux; elsewhere, or where no cross-linker is, the objects to link one from.
 
     `cpu` is one of the ARM cores of profiles.toml, `system` one of its systems (None: the core's usual one). `rpc` is
-    the address of a device to measure on, "host:port", which may take `rpc_timeout` seconds for a model.
+    the address of a device to measure on, "host:port", which may take `rpc_timeout` seconds for a model. The emulated
+    run of two calls may take `emulation_s` seconds: more than a second for every ten million multiply-adds.
     """
 
     cpu: str = "cortex-a76"
     system: str | None = None
     rpc: str | None = None
     rpc_timeout: float = over_rpc.TIMEOUT_S
+    emulation_s: float = 240.0
 
     name = "arm-cpu"
     summary = "64-bit ARM under Linux or Android: TVM (LLVM), cross-compiled"
@@ -47,6 +48,8 @@ class ArmCpu(Target):
         if self.system is not None and self.system not in systems():
             raise unknown_name("system", self.system, systems())
         over_rpc.device(self.rpc, self.rpc_timeout)
+        if self.emulation_s <= 0:
+            raise InputError(f"emulation_s {self.emulation_s!r} must be a number of seconds above zero")
 
     def availability(self) -> Availability:
         return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED if self.rpc is None else None)
@@ -63,7 +66,7 @@ class ArmCpu(Target):
         try:
             if system != LINUX:
                 raise Unavailable(f"it is for {system}, which is not emulated here")
-            ran, how = qemu.execute(library, arrays(wide.inputs), packages, EMULATION_S), "ran under qemu-aarch64"
+            ran, how = qemu.execute(library, arrays(wide.inputs), packages, self.emulation_s), "ran under qemu-aarch64"
         except Unavailable as reason:
             host = tvm_compat.build_for_cpu(program, "host")
             found = tvm_compat.bind(host.executable, wide.inputs, threads)()
