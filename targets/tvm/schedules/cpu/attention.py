@@ -24,7 +24,7 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     steps,
     when,
 )
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile, best_tile
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile, best_tiles
 from attnrewrite.targets.tvm.schedules.cpu.rows import NEGLIGIBLE, fold, total
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, Load, factored
@@ -162,13 +162,13 @@ class _State:
 
             def raised(_: list[Position], at: Position, n: int) -> Value:
                 value = vectors.name(vectors.load(scores, begin + at, n) - vectors.splat(largest, n))
-                power = vectors.exp(value, NEGLIGIBLE)
+                power = vectors.falling_exp(value, NEGLIGIBLE)
                 vectors.store(scores, begin + at, power, n)
                 return power
 
             sum_ = total((length,), lanes, raised)
             if self.several:
-                decay = vectors.exp(vectors.name(known - largest), NEGLIGIBLE)
+                decay = vectors.falling_exp(vectors.name(known - largest), NEGLIGIBLE)
                 vectors.store(self.decay, row, decay, 1)
                 vectors.store(self.largest, row, largest, 1)
                 sum_ = self.total[row] * decay + sum_
@@ -265,8 +265,7 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     covers = (*mixed.covers, softmax, *scores.covers, *query_covers, *key.covers, *value.covers)
     assembly, arguments = Assembly(covers), Arguments()
     query_load = arguments.load(_over(query, (*batch, queries, depth)).view)
-    score_tile, value_tile = best_tile(profile, queries, keys), best_tile(profile, queries, channels)
-    rows = min(score_tile.rows, value_tile.rows)
+    score_tile, value_tile = best_tiles(profile, queries, (keys, depth), (channels, keys))
     panels = assembly.pack(
         expanded(packed, (*batch, depth, keys)), tuple(batch), keys, depth, score_tile.columns, arguments
     )
@@ -274,9 +273,9 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     value_load = arguments.load(rows_of_values)
     after = arguments.loading(scaled(scores.epilogue, first * second))
     epilogue = arguments.loading(mixed.epilogue)
-    block = _block(profile, rows, panels)
+    block = _block(profile, score_tile.rows, panels)
     function = Attention(
-        query_load, panels, value_load, keys, after, mixed.out, epilogue, rows, value_tile.columns, block
+        query_load, panels, value_load, keys, after, mixed.out, epilogue, score_tile.rows, value_tile.columns, block
     )
     assembly.add(function, arguments.bases, shape(call.var))
     return assembly.kernel()

@@ -99,23 +99,37 @@ class RegisterTile:
         if count == 1:
             self.add([left(row, first, 1) for row in range(self.rows)], lambda *at: right(first, *at))
             return
-        held = registers(self.rows * count)
-        for row in range(self.rows):
-            vectors.store(held, row * count, left(row, first, count), count)
+        held = [vectors.name(left(row, first, count)) for row in range(self.rows)]
         for step in range(count):
-            multipliers = [held[row * count + step] for row in range(self.rows)]
-            self.add(multipliers, lambda *at, step=step: right(first + step, *at))  # type: ignore[misc]
+            self.add([vectors.lane(each, step) for each in held], lambda *at, step=step: right(first + step, *at))  # type: ignore[misc]
 
 
 def best_tile(profile: Profile, rows: int, columns: int) -> Tile:
-    """The tile of a profile that does a product of so many rows and columns in the fewest cycles, by what limits it:
-    multiply-adds, loads, or the time until a sum is ready for the next.
+    """The tile of a profile that does a product of so many rows and columns in the fewest cycles."""
+    return best_tiles(profile, rows, (columns, 1))[0]
+
+
+def best_tiles(profile: Profile, rows: int, *products: tuple[int, int]) -> tuple[Tile, ...]:
+    """The tiles, all of as many rows, that do products of so many (columns, depth) in the fewest cycles together."""
+
+    def cycles(tile: Tile, columns: int, depth: int) -> float:
+        return math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns) * depth * _step(profile, tile)
+
+    def choice(high: int) -> tuple[float, tuple[Tile, ...]]:
+        cut = [Tile(high, tile.columns) for tile in profile.tiles if tile.rows >= high]
+        best = [min(cut, key=lambda tile, of=product: cycles(tile, *of)) for product in products]  # type: ignore[misc]
+        return sum(cycles(tile, *product) for tile, product in zip(best, products, strict=True)), tuple(best)
+
+    heights = dict.fromkeys(min(tile.rows, rows) for tile in profile.tiles)
+    return min(map(choice, heights), key=lambda found: found[0])[1]
+
+
+def _step(profile: Profile, tile: Tile) -> float:
+    """Cycles of a tile's step, by what limits it: multiply-adds, loads, or the time until a sum is ready for the next.
+
+    Where multipliers are lanes, loads are few, and what counts is how many instructions there are.
     """
-
-    def cycles(tile: Tile) -> float:
-        high, wide = min(tile.rows, rows), -(-tile.columns // profile.lanes)
-        step = max(high * wide, high + wide, LATENCY)
-        return math.ceil(rows / high) * math.ceil(columns / tile.columns) * step
-
-    best = min(profile.tiles, key=cycles)
-    return Tile(min(best.rows, rows), best.columns)
+    wide = -(-tile.columns // profile.lanes)
+    if profile.by_lane:
+        return max(tile.rows * (wide + 1 / profile.lanes) + wide / 2, LATENCY)
+    return max(tile.rows * wide, tile.rows + wide, LATENCY)

@@ -235,7 +235,7 @@ class Softmax:
 
     def work(self, line: Line) -> Turn:
         largest = line.fold(lambda x: x, -math.inf, vectors.maximum, lambda x: x, first=True)
-        total = line.total(lambda x: vectors.exp(vectors.name(x - line.like(largest, x)), NEGLIGIBLE))
+        total = line.total(lambda x: vectors.falling_exp(vectors.name(x - line.like(largest, x)), NEGLIGIBLE))
         share = vectors.name(line.number(1.0) / total)
         return lambda power: power * line.like(share, power)
 

@@ -29,6 +29,9 @@ ERF_FAR = (
     *(-0.022798558697104454, 0.003186976769939065, -0.00021064704924356192),
 )  # erf(x) = 1 - exp(-x p(x)) from 1 to 3.95
 ERF_ONE = 3.95  # from here on, erf is 1 in float32
+GELU_ZERO = 5.4  # below its negative, gelu is nothing; above, its argument
+GELU_OVER = (0.39894223, 0.033156976, 0.0045325435, 0.00015526562, 5.1320826e-06)
+GELU_UNDER = (1.0, 0.24977797, 0.027992792, 0.0017848857, 6.53083e-05, 7.395473e-07, -1.8326288e-09)
 TANH_NEAR = (
     *(-0.3333328068256378, 0.1333141028881073, -0.05373726785182953),
     *(0.02063172310590744, -0.005697345826774836),
@@ -53,6 +56,11 @@ def load(buffer: Any, at: Position, lanes: int, stride: int = 1) -> Value:
     return tirx.BufferLoad(buffer, [tirx.Ramp(at, stride, lanes)])
 
 
+def lane(vector: Value, number: int) -> Value:
+    """One number of a vector."""
+    return tirx.Shuffle([vector], [number])
+
+
 def store(buffer: Any, at: Position, value: Value, lanes: int, stride: int = 1) -> None:
     T.buffer_store(buffer, value, [at if lanes == 1 else tirx.Ramp(at, stride, lanes)])
 
@@ -74,8 +82,8 @@ def polynomial(x: Value, coefficients: Sequence[float]) -> Value:
     )
 
 
-def exp(x: Value, least: float = LEAST_NORMAL) -> Value:
-    """e^x; 0 for x below `least`, as denormal numbers would slow down whatever reads them."""
+def exp(x: Value) -> Value:
+    """e^x; 0 where that is no normal number, as denormal ones would slow down whatever reads them."""
     lanes = lanes_of(x)
     bounded = name(minimum(splat(OVERFLOW, lanes), maximum(splat(LEAST_NORMAL, lanes), x)))
     power = name(T.floor(bounded * splat(1 / math.log(2), lanes) + splat(0.5, lanes)))
@@ -84,6 +92,18 @@ def exp(x: Value, least: float = LEAST_NORMAL) -> Value:
     part = name(T.shift_right(whole, _integers(1, lanes)))
     # In two factors, as 2^128 is not a number of the type.
     result = polynomial(rest, EXP) * _power_of_two(part, lanes) * _power_of_two(whole - part, lanes)
+    return name(select(x < splat(LEAST_NORMAL, lanes), splat(0.0, lanes), result))
+
+
+def falling_exp(x: Value, least: float = LEAST_NORMAL) -> Value:
+    """e^x for x of at most 0, with fewer steps; 0 for x below `least`."""
+    lanes = lanes_of(x)
+    power = name(T.nearbyint(x * splat(1 / math.log(2), lanes)))
+    rest = name(x - power * splat(LN2_HIGH, lanes) - power * splat(LN2_LOW, lanes))
+    # The power is added to the exponent's bits.
+    exponent = T.shift_left(T.Cast(_like("int32", lanes), power), _integers(23, lanes))
+    bits = T.reinterpret(_like("int32", lanes), name(polynomial(rest, EXP))) + exponent
+    result = T.reinterpret(_like("float32", lanes), bits)
     return name(select(x < splat(least, lanes), splat(0.0, lanes), result))
 
 
@@ -91,7 +111,7 @@ def erf(x: Value) -> Value:
     lanes = lanes_of(x)
     size = name(minimum(splat(ERF_ONE, lanes), T.abs(x)))
     near = x + x * polynomial(name(x * x), ERF_NEAR)
-    far = splat(1.0, lanes) - exp(splat(0.0, lanes) - size * polynomial(size, ERF_FAR))
+    far = splat(1.0, lanes) - falling_exp(name(splat(0.0, lanes) - size * polynomial(size, ERF_FAR)))
     signed = select(x < splat(0.0, lanes), splat(0.0, lanes) - far, far)
     return name(select(size > splat(1.0, lanes), signed, near))
 
@@ -111,8 +131,12 @@ def sigmoid(x: Value) -> Value:
 
 
 def gelu(x: Value) -> Value:
+    """x times the normal distribution's integral, which is 1/2 + x p(x^2) / q(x^2) to 2e-7."""
     lanes = lanes_of(x)
-    return x * splat(0.5, lanes) * (splat(1.0, lanes) + erf(name(x * splat(math.sqrt(0.5), lanes))))
+    inner = name(minimum(splat(GELU_ZERO, lanes), x))
+    square = name(inner * inner)
+    share = inner * polynomial(square, GELU_OVER) / polynomial(square, GELU_UNDER) + splat(0.5, lanes)
+    return name(select(x < splat(-GELU_ZERO, lanes), splat(0.0, lanes), x * share))
 
 
 def maximum(one: Value, other: Value) -> Value:
