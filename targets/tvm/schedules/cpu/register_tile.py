@@ -14,6 +14,7 @@ from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, piece
 from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
+TURNS = 2  # loads of multipliers in a turn of the loop
 LATENCY = 8  # multiply-adds that a core has in flight: fewer sums leave it waiting
 
 
@@ -83,8 +84,10 @@ class RegisterTile:
         `right(step, begin, lanes)` multiplicands. `by_lane`: several steps' multipliers are loaded at once.
         """
         at_once = self.lanes if by_lane else 1
-        with steps(depth // at_once) as chunk:
-            self._several(at_once, chunk * at_once, left, right)
+        turns = TURNS if by_lane and depth % (TURNS * at_once) == 0 else 1
+        with steps(depth // (turns * at_once)) as chunk:
+            for turn in range(turns):
+                self._several(at_once, (chunk * turns + turn) * at_once, left, right)
         if depth % at_once:
             for step in range(depth - depth % at_once, depth):
                 self._several(1, step, left, right)
