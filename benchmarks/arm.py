@@ -40,6 +40,13 @@ def built(model: str, size: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return timm.create_model(model, img_size=size).eval(), (torch.randn(1, 3, size, size),)
 
 
+def converted(module: nn.Module, inputs: tuple[Tensor, ...], form: str) -> nn.Module:
+    """`form`: a variant, and options of it after a colon."""
+    variant, _, options = form.partition(":")
+    chosen = dict(option.split("=", 1) for option in options.split(",") if option)
+    return deployed(api.convert(module, inputs, variant=variant, options=chosen).module)
+
+
 def counted(module: nn.Module, inputs: tuple[Tensor, ...], cpu: str) -> tuple[int, float]:
     """Instructions of a call, and the largest difference to torch."""
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +69,7 @@ def show(model: str, size: int, forms: Sequence[str], cpu: str) -> None:
     for form in forms:
         started = time.perf_counter()
         try:
-            stands = module if form == ORIGINAL else deployed(api.convert(module, inputs, variant=form).module)
+            stands = module if form == ORIGINAL else converted(module, inputs, form)
             instructions, error = counted(stands, inputs, cpu)
         except AttnRewriteError as failed:
             print(f"| {model} | {size} | {form} | unavailable: {first_line(failed)} | | | |", flush=True)
@@ -80,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["deit_tiny_patch16_224"], help="names in timm")
     parser.add_argument("--sizes", nargs="+", type=int, default=[224], help="rows and columns of the image")
-    parser.add_argument("--forms", nargs="+", default=[ORIGINAL, "l1"], help="original, or names of variants")
+    parser.add_argument(
+        "--forms", nargs="+", default=[ORIGINAL, "l1"], help="original, or variants: l1, polynomial:max_features=15"
+    )
     parser.add_argument("--cpu", default="cortex-a76")
     parser.add_argument("--peers", type=Path, help="a file with the counts of other runtimes")
     given = parser.parse_args(arguments)

@@ -63,13 +63,8 @@ def steps(count: int) -> Iterator[Position]:
         yield index
 
 
-def registers(length: int) -> Any:
-    """A buffer whose every access is at a constant place, so that it lives in registers."""
-    return T.alloc_buffer((length,), "float32", scope="local")
-
-
 def scratch(length: int) -> Any:
-    """A buffer of the thread's own, in memory."""
+    """A buffer of the thread's own: on the stack below a kilobyte, and in registers where every place is a constant."""
     return T.alloc_buffer((length,), "float32")
 
 
@@ -112,7 +107,7 @@ def evaluate(
 
 def across(vector: Value, lanes: int, combine: Callable[[Value, Value], Value]) -> Value:
     """All lanes of a vector combined, by halves."""
-    held = registers(lanes)
+    held = scratch(lanes)
     vectors.store(held, 0, vector, lanes)
     while lanes > 1:
         lanes //= 2

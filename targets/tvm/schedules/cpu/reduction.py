@@ -13,7 +13,7 @@ from attnrewrite.targets.tvm.schedules import graph as relax_graph
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, scaled
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import Fill, Part
-from attnrewrite.targets.tvm.schedules.cpu.function import address, along, each, evaluate, function, registers, steps
+from attnrewrite.targets.tvm.schedules.cpu.function import address, along, each, evaluate, function, scratch, steps
 from attnrewrite.targets.tvm.schedules.cpu.rows import fold
 from attnrewrite.targets.tvm.schedules.cpu.vectors import OPERATIONS, Position, Value
 from attnrewrite.targets.tvm.schedules.cpu.windows import Windows, pair, sides
@@ -76,7 +76,7 @@ class Reduce:
         with each(outer, math.prod(self.space)) as z:
 
             def visit(index: list[Position], _: Position, count: int) -> None:
-                sums = registers(count)
+                sums = scratch(count)
                 vectors.store(sums, 0, vectors.splat(STARTS[self.operation], count), count)
                 with steps(math.prod(inner)) as flat:
                     at = [flat // step % size if size > 1 else 0 for step, size in unravel(inner)]

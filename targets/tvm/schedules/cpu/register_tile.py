@@ -1,4 +1,4 @@
-"""A block of sums in registers, which all products are made of: rows of one operand times columns of another.
+"""A block of sums in which all products are made of: rows of one operand times columns of another.
 
 Step by step through the depth, a column of the left operand is multiplied with a row of vectors of the right one.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.function import registers, scratch, steps
+from attnrewrite.targets.tvm.schedules.cpu.function import scratch, steps
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
@@ -47,7 +47,7 @@ class RegisterTile:
     def __init__(self, rows: int, columns: int, lanes: int) -> None:
         self.rows, self.columns, self.lanes = rows, columns, lanes
         self.vectors = pieces(columns, lanes)
-        self.sums = registers(rows * columns)
+        self.sums = scratch(rows * columns)
 
     def value(self, row: int, begin: int, lanes: int) -> Value:
         return vectors.load(self.sums, row * self.columns + begin, lanes)

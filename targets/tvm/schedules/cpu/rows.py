@@ -16,7 +16,6 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     each,
     evaluate,
     function,
-    registers,
     scratch,
     steps,
 )
@@ -122,7 +121,7 @@ class Across(Line):
     def fold(
         self, turn: Turn, start: float, combine: Callable[[Value, Value], Value], measure: Turn, *, first: bool = False
     ) -> Value:
-        sums = registers(self.wide)
+        sums = scratch(self.wide)
         vectors.store(sums, 0, self.number(start), self.wide)
         with steps(self.count) as flat:
             turned = vectors.name(turn(self._element(self._index(flat), flat * self.wide, self.wide, first)))
@@ -256,7 +255,7 @@ def fold(
     wide = MOST_AT_ONCE
     while wide > 1 and shape[-1] < lanes * wide:
         wide //= 2
-    held = registers(lanes * wide)
+    held = scratch(lanes * wide)
     vectors.store(held, 0, vectors.splat(start, lanes * wide), lanes * wide)
 
     def visit(index: list[Position], at: Position, count: int) -> None:
