@@ -87,9 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["deit_tiny_patch16_224"], help="names in timm")
     parser.add_argument("--sizes", nargs="+", type=int, default=[224], help="rows and columns of the image")
-    parser.add_argument(
-        "--forms", nargs="+", default=[ORIGINAL, "l1"], help="original, or variants: l1, polynomial:max_features=15"
-    )
+    parser.add_argument("--forms", nargs="+", default=[ORIGINAL, "l1"], help="original, or l1, polynomial:rank=2, ...")
     parser.add_argument("--cpu", default="cortex-a76")
     parser.add_argument("--peers", type=Path, help="a file with the counts of other runtimes")
     given = parser.parse_args(arguments)

@@ -46,7 +46,7 @@ class FoldConstants(Pass[ExportedProgram]):
             specs[_put_in_place(node, name, state[name])] = InputSpec(
                 InputKind.BUFFER, TensorArgument(name), name, persistent=True
             )
-        gone = _drop_unused(edited, specs)
+        gone = [*_drop_computed(edited, values), *_drop_unused(edited, specs)]
         if not folded and not gone:
             return PassResult(graph)
         edits = [Edit(node.name, name) for name, node in folded.items()] + [Edit(name) for name in gone]
@@ -104,6 +104,16 @@ def _put_in_place(node: fx.Node, name: str, value: Tensor) -> fx.Node:
     placeholder.name = name
     node.replace_all_uses_with(placeholder)
     return placeholder
+
+
+def _drop_computed(graph: fx.Graph, values: Mapping[fx.Node, Tensor]) -> list[str]:
+    """Erase what is computed already and read by nothing, assertions on constants among it; the names of what went."""
+    gone = []
+    for node in reversed(graph.nodes):
+        if node in values and node.op != "placeholder" and not node.users:
+            gone.append(node.name)
+            graph.erase_node(node)
+    return gone
 
 
 def _drop_unused(graph: fx.Graph, specs: dict[fx.Node, InputSpec]) -> list[str]:

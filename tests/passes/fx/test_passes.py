@@ -198,6 +198,23 @@ def test_folding_again_leaves_the_first_constants_as_they_are() -> None:
     assert same(more, FoldConstants()(more))
 
 
+def test_what_is_asserted_of_a_constant_goes_with_it() -> None:
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Parameter(torch.randn(4, 6).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.places.exp().to(x.dtype)
+
+    module = Placed()
+    exported = torch.export.export(module, (X,))
+    assert any("assert" in str(node.target) for node in exported.graph.nodes)
+    folded = FoldConstants()(exported)
+    assert [node.name for node in folded.graph.nodes if node.op == "call_function"] == ["add"]
+    assert torch.equal(folded.module()(X), module(X))
+
+
 def test_constants_that_are_written_over_are_not_folded(program: ExportedProgram) -> None:
     with pytest.raises(InputError, match=r"fold-constants cannot be applied: the graph writes in place at detach_ "):
         FoldConstants()(program)
