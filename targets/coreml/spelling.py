@@ -29,6 +29,7 @@ def readable(program: ExportedProgram) -> ExportedProgram:
         InputError: one is left that torch does not write out, or it draws random numbers, so that no package can give
             what it gives; it is named with its node.
     """
+    _refuse_branches(program)
     _refuse_chance(program)
     tried: set[object] = set()
     for _ in range(DEEPEST):
@@ -82,6 +83,13 @@ def without(program: ExportedProgram, node: fx.Node) -> ExportedProgram | None:
         return None if simpler is None else readable(simpler)
     except Exception:  # of torch's decompositions; the caller tells what coremltools said
         return None
+
+
+def _refuse_branches(program: ExportedProgram) -> None:
+    """Operators that call graphs of their own, which ways follow from values: torch writes none of them out."""
+    for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise _refused(node)
 
 
 @torch.inference_mode()
