@@ -72,9 +72,9 @@ def lower(
         CheckFailedError: a package does not give `expected`, the module's outputs for `inputs`, or a compressed one is
             another program.
     """
-    made = _confirmed(subject, program, inputs, expected, out, wanted)
     if compressed is None:
-        return made
+        return _confirmed(subject, program, inputs, expected, out, wanted)
+    made = _confirmed(subject, program, inputs, expected, out, replace(wanted, settled=True))
     smaller = compression.compress(made.path, compressed)
     stored = _loaded(made.path)
     found, wide = (answers(stored, inputs, wanted.labels, rounded=each)[1] for each in (True, False))

@@ -27,7 +27,8 @@ class Wanted:
     """How a package is made. `layout` as in `pipeline`; `minimum` is one of MINIMUMS; `about` is its description.
 
     `image`: its input is an image of 8 bits a channel, which the program reads as [1, C, H, W] in 0..255. With `labels`
-    it answers with a name and a dictionary; a softmax that they ask for is the program's last operator.
+    it answers with a name and a dictionary; a softmax that they ask for is the program's last operator. `settled`: what
+    coremltools merges as it compresses weights is merged already, so that nothing but weights changes then.
     """
 
     layout: str = "engine"
@@ -35,6 +36,7 @@ class Wanted:
     about: str = ""
     image: bool = False
     labels: Labels | None = None
+    settled: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -67,6 +69,7 @@ def convert(
         try:
             with quiet():
                 model = _converted(program, precision, wanted, edited, frozenset(wide))
+                model = _settled(model) if wanted.settled else model
                 _describe(model, wanted)
                 model.save(str(package))
             return package
@@ -80,6 +83,13 @@ def convert(
             assert node is not None
             tried.add(node.target)
             program = simpler
+
+
+def _settled(model: Any) -> Any:
+    """The model after the passes that coremltools runs before it compresses, which here compress nothing."""
+    from coremltools.optimize import coreml as optimize
+
+    return optimize.linear_quantize_weights(model, optimize.OptimizationConfig(global_config=None))
 
 
 def _describe(model: Any, wanted: Wanted) -> None:

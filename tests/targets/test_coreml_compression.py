@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import attnrewrite as ar
 from attnrewrite.cli.output import made_lines
 from attnrewrite.errors import CheckFailedError, InputError
-from attnrewrite.targets.base import Artifact, size_bytes
+from attnrewrite.targets.base import Artifact, get_target, size_bytes
 from attnrewrite.targets.coreml import compression, interpreter, package
 from attnrewrite.targets.coreml.operators.compressed import OPERATORS
 from attnrewrite.targets.prepare import canonical, specialise
@@ -175,6 +175,24 @@ def test_a_compressed_package_is_the_same_program_of_other_weights(
         optimize.decompress_weights(model).save(str(tmp_path / "whole.mlpackage"))
     torch.testing.assert_close(answers(path), answers(tmp_path / "whole.mlpackage"), rtol=0, atol=0)
     assert 0 < (answers(path) - exact).abs().max() < exact.abs().max()
+
+
+class Scaled(nn.Module):
+    """A scale that coremltools merges with the weights before it, as it compresses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(64, 64), nn.Parameter(torch.rand(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_what_coremltools_merges_is_merged_before_anything_is_compared(tmp_path: Path) -> None:
+    target = get_target("coreml-npu").configured(compress="int8")
+    made = target.lower("scaled", Scaled().eval(), (torch.randn(1, 4, 64),), tmp_path, threads=1)
+    assert made.compression is not None
+    assert made.compression.weights == 1
 
 
 def test_a_package_of_other_weights_or_another_program_is_noticed(made: Callable[..., Path], tmp_path: Path) -> None:
