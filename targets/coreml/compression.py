@@ -24,6 +24,7 @@ from attnrewrite.targets.record import Compression
 
 PRUNED = 0.5  # the share of a weight's values that become zero
 ULP = 2.0**-10  # of float16, relative: coremltools computes steps and palettes in it
+DENORMAL = 2.0**-24  # the least float16 above zero, as far as the smallest numbers are apart
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def _within_half_a_step(original: Tensor, found: Tensor, operands: dict[str, Any
     step = operands["scale"]
     if step.dim() == 1:
         step = step.reshape([-1 if axis == int(operands["axis"]) else 1 for axis in range(original.dim())])
-    return bool(((original - found).abs() <= step * (0.5 + 127 * ULP)).all())
+    return bool(((original - found).abs() <= step / 2 + 127 * (step * ULP).clamp(min=DENORMAL)).all())
 
 
 def _nearest_of_palette(original: Tensor, found: Tensor, operands: dict[str, Any]) -> bool:

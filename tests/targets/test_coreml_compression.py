@@ -182,7 +182,7 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.scale = nn.Linear(64, 64), nn.Parameter(torch.rand(64))
+        self.linear, self.scale = nn.Linear(64, 64), nn.Parameter(torch.logspace(-6, 0, 64))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * self.scale
