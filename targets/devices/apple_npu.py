@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnrewrite.errors import AttnRewriteError, InputError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Estimate, Pricing, Run, Target, size_bytes
-from attnrewrite.targets.coreml import compression, interpreter, latency, lowering, package
+from attnrewrite.targets.coreml import compression, interpreter, latency, lowering, on_mac, package
 from attnrewrite.targets.coreml.labels import named, read_labels
 from attnrewrite.targets.prepare import arrays, canonical, each_once, in_float32, reference
 
@@ -148,10 +148,10 @@ def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...], want
     with tempfile.TemporaryDirectory() as folder:
         path = package.convert(canonical(program), Path(folder), "FLOAT16", wanted)
         size = size_bytes(path)
-        model = package.loaded(path)
-    spec = model.get_spec().description
+        loaded = on_mac.load(path)
+    model, spec = loaded.model, loaded.model.get_spec().description
     feed = dict(zip([given.name for given in spec.input], arrays(taken), strict=True))
     predicted = model.predict(feed)
     found = [predicted[output.name] for output in spec.output]
     agreement = check.agree(subject, found, reference(module, wide.inputs), check.FLOAT16)
-    return Run("core ml", lambda: model.predict(feed), agreement.max_abs_error, size, None)
+    return Run("core ml", lambda: model.predict(feed), agreement.max_abs_error, size, None, loaded.sentence())

@@ -185,6 +185,7 @@ def test_on_a_mac_core_ml_itself_is_run(monkeypatch: pytest.MonkeyPatch) -> None
     (run,) = target.runs("l1", model, inputs, threads=1)
     assert run.reason is None
     assert 0 < run.max_abs_error < check.FLOAT16 * float(model(*inputs).abs().max())
+    assert re.match(r"loaded in \d+ ms, again in \d+ ms; no plan: ", run.note)
     assert next(iter(run.call().values())).shape == (1, 10)
 
 
