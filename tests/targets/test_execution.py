@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnrewrite.errors import CheckFailedError, Refusal
+from attnrewrite.errors import CheckFailedError, InputError, Refusal
 from attnrewrite.targets.base import Artifact, get_target
 from attnrewrite.targets.prepare import specialise
 from attnrewrite.targets.runners import instructions, opencl, programs, qemu
@@ -138,6 +138,11 @@ def test_instructions_are_counted_exactly_and_follow_the_work(arm, tmp_path: Pat
     )
     floor = 200 * 64 * 64 // 4
     assert floor < double - once < 3 * floor
+
+
+def test_an_emulated_run_needs_time() -> None:
+    with pytest.raises(InputError, match=r"emulation_s 0.0 must be a number of seconds above zero"):
+        get_target("arm-cpu").configured(emulation_s=0.0)
 
 
 @pytest.mark.parametrize(
