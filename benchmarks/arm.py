@@ -18,17 +18,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from forms import converted
 from torch import Tensor, nn
 
-from attnrewrite import api
-from attnrewrite.conversion.record import deployed
 from attnrewrite.errors import AttnRewriteError, InputError, first_line
 from attnrewrite.evaluation.compare import CompareModel, cost
 from attnrewrite.frontends.torchvision import import_torchvision
 from attnrewrite.targets.base import get_target
 
 ORIGINAL = "original"
-EMULATION_S = 1800.0
+EMULATION_S = 1800.0  # seconds that two calls of a model may take
 LANES = 4  # float32 numbers in a vector of NEON
 PEER = re.compile(r"^(?P<name>[^:]+): total (?P<billions>[0-9.]+) G")
 
@@ -38,13 +37,6 @@ def built(model: str, size: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
     torch.manual_seed(0)
     return timm.create_model(model, img_size=size).eval(), (torch.randn(1, 3, size, size),)
-
-
-def converted(module: nn.Module, inputs: tuple[Tensor, ...], form: str) -> nn.Module:
-    """`form`: a variant, and options of it after a colon."""
-    variant, _, options = form.partition(":")
-    chosen = dict(option.split("=", 1) for option in options.split(",") if option)
-    return deployed(api.convert(module, inputs, variant=variant, options=chosen).module)
 
 
 def counted(module: nn.Module, inputs: tuple[Tensor, ...], cpu: str) -> tuple[int, float]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from forms import named
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -174,8 +175,7 @@ def floor_row(bench: Bench, seeds: list[int]) -> None:
 
 
 def parsed(row: str) -> Variant:
-    name, _, options = row.partition(":")
-    return get_variant(name, dict(option.split("=", 1) for option in options.split(",") if option))
+    return get_variant(*named(row))
 
 
 def main() -> None:

@@ -23,11 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forms import converted
 from torch import Tensor, nn
 from zoo.runs import SHARED, builder, chosen, in_own_process
 
-from attnrewrite import api
-from attnrewrite.conversion.record import deployed
 from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, NothingMatchedError, Refusal, first_line
 from attnrewrite.frontends.torchvision import import_torchvision
 from attnrewrite.targets.coreml.lowering import lower
@@ -107,9 +106,7 @@ def subject(build: Callable[[str], Any], name: str, form: str, variant: str) -> 
     """The module of one form, and a single image for it."""
     model, inputs = build(name)
     if form == "converted":
-        kind, _, options = variant.partition(":")
-        chosen = dict(option.split("=", 1) for option in options.split(",") if option)
-        model = deployed(api.convert(model, inputs, variant=kind, options=chosen).module)
+        model = converted(model, inputs, variant)
     return model, tuple(tensor[:1] for tensor in inputs)
 
 

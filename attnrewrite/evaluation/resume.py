@@ -15,6 +15,7 @@ from attnrewrite.targets.prepare import arrays
 
 Key = tuple[str, str, str]  # model, target, runtime
 CHANGING = frozenset({"date", "models", "targets", "memory_bytes"})  # what two runs of one comparison may differ in
+PATIENCE = frozenset({"rpc_timeout", "emulation_s"})  # options of targets that change nothing of what is built
 BEFORE = "measured in an earlier run, "
 
 
@@ -39,7 +40,7 @@ def described(targets: Iterable[Target]) -> dict[str, str]:
         target.name: " ".join(
             f"{name}={getattr(target, name)}"
             for name in target.options()
-            if name not in ("rpc_timeout", "emulation_s") and getattr(target, name) is not None
+            if name not in PATIENCE and getattr(target, name) is not None
         )
         for target in targets
     }

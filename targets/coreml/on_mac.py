@@ -1,6 +1,6 @@
 """What a Mac says of a package: the processor that Core ML plans for each operator, and how long it takes to load.
 
-A plan and a load need no prediction, and no engine: where a model is said to run is asked of the system that runs it.
+The engine's rules (`engine_rules.py`) are what others found out; this is what the system itself plans.
 """
 
 import time

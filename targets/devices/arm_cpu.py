@@ -30,7 +30,7 @@ class ArmCpu(Target):
 
     `cpu` is one of the ARM cores of profiles.toml, `system` one of its systems (None: the core's usual one). `rpc` is
     the address of a device to measure on, "host:port", which may take `rpc_timeout` seconds for a model. The emulated
-    run of two calls may take `emulation_s` seconds: more than a second for every ten million multiply-adds.
+    run of two calls may take `emulation_s` seconds.
     """
 
     cpu: str = "cortex-a76"

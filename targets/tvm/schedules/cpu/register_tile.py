@@ -1,4 +1,4 @@
-"""A block of sums in which all products are made of: rows of one operand times columns of another.
+"""A block of sums in registers, which all products are made of: rows of one operand times columns of another.
 
 Step by step through the depth, a column of the left operand is multiplied with a row of vectors of the right one.
 """

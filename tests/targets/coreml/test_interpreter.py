@@ -106,7 +106,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
 }
 
 
-# What torch is not turned into here; test_coreml_operators builds it directly.
+# What torch is not turned into here; test_operators builds it directly.
 OF_THEIR_OWN = {
     "acos", "argsort", "asin", "atan", "classify", "constexpr_affine_dequantize", "constexpr_blockwise_shift_scale",
     "constexpr_cast", "constexpr_lut_to_dense", "constexpr_sparse_to_dense", "cosh", "cumsum", "einsum", "exp2",
