@@ -17,10 +17,14 @@ from attnrewrite.errors import InputError
 
 @dataclass(frozen=True)
 class Draw:
-    """Inputs of a model, and what they are called where they show a difference."""
+    """Inputs of a model, and what they are called where they show a difference.
+
+    `joins`: the draws that it holds as one batch, which are to be tried one by one where the model does not take it.
+    """
 
     name: str
     inputs: tuple[Tensor, ...]
+    joins: tuple["Draw", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,21 @@ def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tup
     return tuple(draws)
 
 
+def together(draws: Sequence[Draw]) -> tuple[Draw, ...]:
+    """`draws` with the example as the first image of the batch of two that comes after it, so that it needs no run of
+    its own: where it is one image, and every input has its own for each image.
+    """
+    example, two, *others = draws
+    pairs = list(zip(example.inputs, two.inputs, strict=True))
+    if not all(one.shape[:1] == (1,) and both.shape == (2, *one.shape[1:]) for one, both in pairs):
+        return tuple(draws)
+    inputs = tuple(torch.cat([one, both[1:]]) for one, both in pairs)
+    return Draw(f"{example.name} and {two.name}", inputs, (example, two)), *others
+
+
 def telling(draws: Sequence[Draw]) -> tuple[Tensor, ...]:
-    """The inputs to check arithmetic on: the example's own values where it varies, never a blank picture."""
-    return draws[min(1, len(draws) - 1)].inputs
+    """The inputs to check arithmetic on: the example's own values where it varies, never a blank picture alone."""
+    return next((draw for draw in draws if draw.joins), draws[min(1, len(draws) - 1)]).inputs
 
 
 def _open_sizes(value: object) -> Iterator[torch.SymInt]:

@@ -2,6 +2,7 @@
 is the model on inputs that it was not captured on.
 """
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,12 +86,15 @@ def agreement(
             rounding, twice): what ran on the example was frozen.
     """
     recording, runs, refused, most = Recording(graph, values), [], {}, 0.0
-    for draw in draws:
+    waiting = deque(draws)
+    while waiting:
+        draw = waiting.popleft()
         try:
             with without_torch_logs():
                 answer = model(*draw.inputs)
         except Exception as error:  # a model refuses an input in its own words
             refused[draw.name] = first_line(error)
+            waiting.extendleft(reversed(draw.joins))
             continue
         runs.append(_run(recording, draw))
         difference = _difference(runs[-1].answer, answer)

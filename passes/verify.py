@@ -157,7 +157,7 @@ def _judged(site: AttentionSite, errors: Sequence[float | None], draws: Sequence
     known = {draw: error for draw, error in zip(draws, errors, strict=True) if error is not None}
     if not known or (len(draws) > 1 and not set(known) - {draws[0]}):
         return SiteError(
-            math.inf, draws[0], f"{told} cannot be checked: the model answers NaN on every input drawn; {way_out}"
+            math.inf, draws[0], f"{told} cannot be checked: the model answers NaN on the inputs drawn; {way_out}"
         )
     worst = max(known, key=known.__getitem__)
     if known[worst] <= IDENTITY_TOLERANCE:

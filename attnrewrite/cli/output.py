@@ -172,9 +172,9 @@ def conversion_table(report: Mapping[str, Any], out: Path) -> "RenderableType":
         parts.append(table(title, columns, rows))
     if selection:
         parts.append(f"\n{promised(selection)}")
-    drawn = len(report["checks"]["draws"]) - 1
+    batches, seconds = len(report["checks"]["draws"]), report["checks"]["seconds"]
     parts.append(
-        f"\nchecked against the original on the example and {drawn} drawn inputs in {report['checks']['seconds']:.1f} s"
+        f"\nchecked against the original on the example and drawn inputs, in {batches} batches: {seconds:.1f} s"
     )
     return Group(*parts)
 

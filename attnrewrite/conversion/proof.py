@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.frontends.batches import fixed_batch
 from attnrewrite.frontends.sources import Source
-from attnrewrite.passes.draws import Draw, drawn
+from attnrewrite.passes.draws import Draw, drawn, together
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.in_batches import InBatches
 from attnrewrite.passes.original import agreement, require_lasting_buffers, require_numbers
@@ -55,7 +55,7 @@ def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSi
     size = fixed_batch(source)
     model = _runnable(source) if size is None else InBatches(_runnable(source), size)
     values = compared_values(teacher, scanned.scan)
-    agreed = agreement(source.name, model, graph, drawn(graph, source.example_inputs), values)
+    agreed = agreement(source.name, model, graph, together(drawn(graph, source.example_inputs)), values)
     errors = site_errors(graph, teacher, scanned.scan, agreed.runs)
     faults = {site: each.fault for site, each in errors.items() if each.fault is not None}
     if faults and (not keep_bad or len(faults) == len(sites)):

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
+from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import load_source
+from attnrewrite.passes.draws import drawn, together
+from attnrewrite.passes.original import agreement
 from attnrewrite.passes.verify import IDENTITY_TOLERANCE, float64_errors, relative_error, rewritten_sites
 from attnrewrite.variants.registry import get_variant
 
@@ -107,8 +110,29 @@ def test_the_report_says_what_was_checked() -> None:
         "large values of one sign",
     ]
     assert checks["draws_refused"] == {}
+    one = ar.convert(Odd(), (TOKENS[0][:1],), variant="l1").report["checks"]
+    assert [name.split(",")[0] for name in one["draws"]] == [
+        "the example and the example's values in another order",
+        "sparse values of both signs",
+        "large values of one sign",
+    ]
     assert checks["seconds"] > 0
     assert max(checks["graph_error"], checks["rewriting_error"]) < 1e-5
+
+
+def test_draws_that_a_model_does_not_take_as_one_batch_are_tried_one_by_one() -> None:
+    class Single(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] != 1:
+                raise ValueError("one image at a time")
+            return super().forward(x)
+
+    alone = (TOKENS[0][:1],)
+    graph = capture("odd", Odd(), alone).module
+    example, two, sparse, strong = draws = drawn(graph, alone)
+    agreed = agreement("single", Single(), graph, together(draws))
+    assert [run.draw for run in agreed.runs] == [example, sparse, strong]
+    assert set(agreed.refused) == {f"{example.name} and {two.name}", two.name}
 
 
 def test_float64_decides_where_large_scores_are_rounded() -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.frontends.capture import capture
-from attnrewrite.passes.draws import drawn
+from attnrewrite.passes.draws import drawn, telling, together
 
 
 class Sum(nn.Module):
@@ -53,3 +53,24 @@ def test_a_graph_with_one_batch_size_gets_no_other() -> None:
     draws = drawn(capture("two", Two(), example).module, example)
     assert len(draws) == 4
     assert {draw.inputs[0].shape for draw in draws} == {torch.Size([2, 5])}
+
+
+def test_the_example_goes_in_with_its_values_in_another_order_where_every_input_is_each_images_own() -> None:
+    graph = capture("sum", Sum(), EXAMPLE).module
+    draws = drawn(graph, EXAMPLE)
+    both, *others = together(draws)
+    assert [*both.joins, *others] == [*draws]
+    assert both.name == "the example and the example's values in another order, 2 images"
+    for joined, alone, two in zip(both.inputs, EXAMPLE, draws[1].inputs, strict=True):
+        assert torch.equal(joined, torch.cat([alone, two[1:]]))
+    assert telling((both, *others)) is both.inputs
+    assert telling(draws) is draws[1].inputs
+
+    shared = (EXAMPLE[0], torch.ones(6, 6, dtype=torch.bool), EXAMPLE[2])  # a mask that images have in common
+    apart = drawn(capture("sum", SharedMask(), shared).module, shared)
+    assert [draw.name for draw in together(apart)] == [draw.name for draw in apart]
+
+
+class SharedMask(Sum):
+    def forward(self, x: Tensor, mask: Tensor, numbers: Tensor) -> Tensor:
+        return super().forward(x, mask[None], numbers)
