@@ -4,11 +4,14 @@
 
 float32, batch 1, one thread, random weights from one seed; counted exactly under qemu's user-mode emulation in a second
 call, and held to torch. Instructions are no time: a prefetch counts like a multiply-add. Four multiply-adds fit in one
-instruction, which makes the floor of direct multiplication. `FILE` holds what other runtimes execute for the original
-at the first size, a line each that begins "NAME: total X G", as a count of (N2 - N1) inferences under qemu gives it.
+instruction, which makes the floor of direct multiplication. Cycles are LLVM's estimate (llvm-mca) for these
+instructions where all loads hit the cache, by the tables that it has for the core. `FILE` holds what other runtimes execute for the
+original at the first size, a line each that begins "NAME: total X G", as a count of (N2 - N1) inferences under qemu
+gives it.
 """
 
 import argparse
+import math
 import platform
 import re
 import tempfile
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from attnrewrite.errors import AttnRewriteError, InputError, first_line
 from attnrewrite.evaluation.compare import CompareModel, cost
 from attnrewrite.frontends.torchvision import import_torchvision
-from attnrewrite.targets.base import get_target
+from attnrewrite.targets.base import Artifact, get_target
 
 ORIGINAL = "original"
 EMULATION_S = 1800.0  # seconds that two calls of a model may take
@@ -39,14 +42,14 @@ def built(model: str, size: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return timm.create_model(model, img_size=size).eval(), (torch.randn(1, 3, size, size),)
 
 
-def counted(module: nn.Module, inputs: tuple[Tensor, ...], cpu: str) -> tuple[int, float]:
-    """Instructions of a call, and the largest difference to torch."""
+def counted(module: nn.Module, inputs: tuple[Tensor, ...], cpu: str) -> Artifact:
+    """What was counted of a call, and the largest difference to torch."""
     with tempfile.TemporaryDirectory() as folder:
         target = get_target("arm-cpu").configured(cpu=cpu, emulation_s=EMULATION_S)
         made = target.lower("the model", module, inputs, Path(folder), threads=1)
     if made.instructions is None:
         raise InputError("; ".join((made.check, *made.notes)))
-    return made.instructions, made.max_abs_error
+    return made
 
 
 def peers(file: Path) -> list[tuple[str, float]]:
@@ -57,22 +60,22 @@ def peers(file: Path) -> list[tuple[str, float]]:
 
 def show(model: str, size: int, forms: Sequence[str], cpu: str) -> None:
     module, inputs = built(model, size)
-    first: int | None = None
+    first: float | None = None
     for form in forms:
         started = time.perf_counter()
         try:
             stands = module if form == ORIGINAL else converted(module, inputs, form)
-            instructions, error = counted(stands, inputs, cpu)
+            made = counted(stands, inputs, cpu)
         except AttnRewriteError as failed:
-            print(f"| {model} | {size} | {form} | unavailable: {first_line(failed)} | | | |", flush=True)
+            print(f"| {model} | {size} | {form} | unavailable: {first_line(failed)} | | | | |", flush=True)
             continue
+        instructions = float(made.instructions or math.nan)
         first = first or instructions
         _, multiply_adds = cost(CompareModel(form, stands, inputs))
         ratios = f"{instructions / first:.2f} | {LANES * instructions / multiply_adds:.2f}"
-        seconds = f"{time.perf_counter() - started:.0f}"
-        print(
-            f"| {model} | {size} | {form} | {instructions / 1e9:.3f} | {ratios} | {error:.1e} | {seconds} |", flush=True
-        )
+        cycles = "unavailable" if made.cycles is None else f"{made.cycles / 1e9:.3f}"
+        rest = f"{made.max_abs_error:.1e} | {time.perf_counter() - started:.0f}"
+        print(f"| {model} | {size} | {form} | {instructions / 1e9:.3f} | {ratios} | {cycles} | {rest} |", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,13 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise InputError("timm and torchvision are not installed (pip install 'attnrewrite[models]')")
     others = [] if given.peers is None else peers(given.peers)
     print(f"{given.cpu} emulated on {platform.machine()}, torch {version('torch')}, TVM {version('apache-tvm')}")
-    print("| model | size | form | G instructions | of the first form's | of the floor | max error | seconds |")
-    print("|-|-|-|-|-|-|-|-|")
+    print(
+        "| model | size | form | G instructions | of the first form's | of the floor | G cycles | max error | seconds |"
+    )
+    print("|-|-|-|-|-|-|-|-|-|")
     for model in given.models:
         for size in given.sizes:
             show(model, size, given.forms, given.cpu)
     for name, billions in others:
-        print(f"| {given.models[0]} | {given.sizes[0]} | original in {name} | {billions:.3f} | | | | |")
+        print(f"| {given.models[0]} | {given.sizes[0]} | original in {name} | {billions:.3f} | | | | | |")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Artifact:
     `labels` are what it answers with, where that is not numbers. `processor` is what the code is for, in its compiler's
     words, and `runtime` what loads it: packages by version. `compression` is how its weights were made to take less,
     `measured` how the model and the artifact did on images that were given. `instructions` are those that an emulator
-    counted in one call on one thread.
+    counted in one call on one thread, `cycles` what the processor's compiler estimates for them.
     """
 
     model: str
@@ -70,6 +70,7 @@ class Artifact:
     processor: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, str] = field(default_factory=dict)
     instructions: int | None = None
+    cycles: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,9 @@ class Run:
 
     `call` runs it once; None where it cannot be called here, for `reason`. `max_abs_error` is the largest difference to
     the module's own outputs on the example inputs. `note` is what to know about how it was built; `estimate` is what
-    stands where it does not run, as is `instructions`, those that an emulator counted in one call. `seconds` are those
-    of calls that a device elsewhere has timed by its own clock: then there is no `call`, and nothing more to be timed.
+    stands where it does not run, as are `instructions`, those that an emulator counted in one call, and `cycles`, what
+    the processor's compiler estimates for them. `seconds` are those of calls that a device elsewhere has timed by its
+    own clock: then there is no `call`, and nothing more to be timed.
     """
 
     runtime: str
@@ -121,6 +123,7 @@ class Run:
     note: str = ""
     estimate: Estimate | None = None
     instructions: int | None = None
+    cycles: int | None = None
     seconds: tuple[float, ...] = ()
 
     @classmethod
@@ -228,6 +231,7 @@ class Target:
         processor: Mapping[str, Any] | None = None,
         runtime: Mapping[str, str] | None = None,
         instructions: int | None = None,
+        cycles: int | None = None,
     ) -> Artifact:
         """The record of what lies in `out` once it has been checked on `inputs`; it is written there, too."""
         made = Artifact(
@@ -249,6 +253,7 @@ class Target:
             processor=processor or {},
             runtime=runtime or {},
             instructions=instructions,
+            cycles=cycles,
         )
         return recorded(made, out)
 

@@ -163,6 +163,7 @@ def prepared(model: CompareModel, target: Target, threads: int) -> tuple[Run, ..
             note=note,
             estimate=estimate,
             instructions=built.instructions,
+            cycles=built.cycles,
         )
         for run in runs
     )
@@ -218,6 +219,7 @@ def _row(
         status=_status(latency is not None, told or run.instructions is not None),
         latency_ms=time,
         instructions=run.instructions,
+        cycles=run.cycles,
         top1=quality.top1 if quality else None,
         agreement=quality.agreement if quality else None,
         size_bytes=run.size_bytes,

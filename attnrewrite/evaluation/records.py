@@ -43,9 +43,10 @@ class Row:
 
     `latency_ms` is a time of this machine's clock where `status` is "measured", and what a target's model of its
     device's costs says where it is "estimated" (p90: the end of its interval). `instructions` are those that an
-    emulator counted in one call on one thread; where they alone are known, the row is "estimated", too. `top1` and
-    `agreement` (with the first model) are percentages, `macs` multiply-adds for one image, `max_abs_error` the distance
-    to the module's own outputs. None: not known. `note` says why, and what to know.
+    emulator counted in one call on one thread, `cycles` what the processor's compiler estimates for them; where they
+    alone are known, the row is "estimated", too. `top1` and `agreement` (with the first model) are percentages, `macs`
+    multiply-adds for one image, `max_abs_error` the distance to the module's own outputs. None: not known. `note` says
+    why, and what to know.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Row:
     status: Status
     latency_ms: Quantiles | None
     instructions: int | None
+    cycles: int | None
     top1: float | None
     agreement: float | None
     size_bytes: int | None

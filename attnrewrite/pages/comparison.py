@@ -14,18 +14,24 @@ from attnrewrite.pages.render import render
 def comparison_table(comparison: Comparison) -> Group:
     """A table for the terminal, its notes numbered below it."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    counted = any(row.instructions is not None for row in comparison.rows)
-    headings = ("model", "target", "runtime", "p50 ms", "p90 ms", *(["instructions"] if counted else []))
+    counted = counts_of(comparison)
+    headings = ("model", "target", "runtime", "p50 ms", "p90 ms", *counted)
     for heading in (*headings, "top-1", "agree", "size", "max error", "note"):
         table.add_column(heading, justify="left" if heading in ("model", "target", "runtime") else "right")
     for row in comparison.rows:
         times = (f"{row.latency_ms.p50:.2f}", f"{row.latency_ms.p90:.2f}") if row.latency_ms else (row.status, "")
-        counts = (count(row.instructions),) if counted else ()
+        counts = tuple(count(getattr(row, what)) for what in counted)
         quality = (percent(row.top1), percent(row.agreement), size(row.size_bytes), error(row.max_abs_error))
         number = f"[{comparison.notes.index(row.note) + 1}]" if row.note else ""
         table.add_row(*map(Text, (row.model, row.target, row.runtime, *times, *counts, *quality, number)))
     footnotes = (Text(f"[{number}] {note}") for number, note in enumerate(comparison.notes, 1))
     return Group(table, *footnotes)
+
+
+def counts_of(comparison: Comparison) -> tuple[str, ...]:
+    """What of instructions and cycles is known of any row."""
+    counted = ("instructions", "cycles")
+    return tuple(what for what in counted if any(getattr(row, what) is not None for row in comparison.rows))
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -34,6 +40,7 @@ def comparison_page(comparison: Comparison) -> str:
         "comparison.html.jinja",
         {"percent": percent, "size": size, "count": count, "error": error},
         comparison=comparison,
+        counted=counts_of(comparison),
         bars=charts.bars(comparison),
         # The same plot twice, drawn for its width: text scaled with the picture would be unreadable on a phone.
         plots=[plot for width in (320, 960) if (plot := charts.plot(comparison, width))],

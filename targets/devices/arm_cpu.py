@@ -14,10 +14,11 @@ from attnrewrite.targets.base import Artifact, Availability, Pricing, Run, Targe
 from attnrewrite.targets.devices import over_rpc
 from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
 from attnrewrite.targets.runners import qemu
+from attnrewrite.targets.runners.cycles import estimated
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
-from attnrewrite.targets.tvm.schedules.profile import arm_cores, system_of, systems
+from attnrewrite.targets.tvm.schedules.profile import arm_cores, profile, system_of, systems
 
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
 NOT_MEASURED = Refusal("needs-device", "measured on an ARM device only (--rpc HOST:PORT; there, target host)")
@@ -70,8 +71,8 @@ class ArmCpu(Target):
         except Unavailable as reason:
             host = tvm_compat.build_for_cpu(program, "host")
             found = tvm_compat.bind(host.executable, wide.inputs, threads)()
-            ran, how = qemu.Executed(found, None), f"{ON_HOST}: {reason}"
-        uncounted = (f"instructions not counted: {ran.uncounted}",) if ran.uncounted else ()
+            ran, how = qemu.Executed(found), f"{ON_HOST}: {reason}"
+        cycles, counting = self._cycles(ran)
         expected = reference(wide.module, wide.inputs)
         agreement = check.agree(f"{name} for {self.name}", ran.outputs, expected, check.FLOAT32)
         return self.artifact(
@@ -80,14 +81,25 @@ class ArmCpu(Target):
             agreement,
             check=how,
             schedule=made.schedule,
-            notes=(*notes, *uncounted, *wide.notes),
+            notes=(*notes, *counting, *wide.notes),
             inputs=arrays(wide.inputs),
             outputs=ran.outputs,
             operators=made.operators,
             instructions=ran.instructions,
+            cycles=cycles,
             processor=made.processor,
             runtime=packages.versions,
         )
+
+    def _cycles(self, ran: qemu.Executed) -> tuple[int | None, tuple[str, ...]]:
+        """What the core takes for the call by LLVM's estimate, and what is to be said of that."""
+        if not ran.blocks:
+            return None, (f"instructions not counted: {ran.uncounted}",) if ran.uncounted else ()
+        try:
+            found = estimated(ran.blocks, profile(self.cpu).target["mcpu"])
+        except Unavailable as reason:
+            return None, (f"cycles not estimated: {reason}",)
+        return found.number, (found.how,)
 
     def pricing(self) -> Pricing | Refusal:
         if (missing := self.availability().build) is not None:

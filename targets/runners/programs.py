@@ -15,8 +15,8 @@ class Failed(Unavailable):
     """A program that was started and failed."""
 
 
-def run(command: Sequence[str], timeout_s: float) -> str:
-    """What a command prints on standard output.
+def run(command: Sequence[str], timeout_s: float, given: str = "") -> str:
+    """What a command prints on standard output, `given` that text on its standard input.
 
     Raises:
         Failed: it ends with another status than 0.
@@ -24,7 +24,7 @@ def run(command: Sequence[str], timeout_s: float) -> str:
     """
     name = Path(command[0]).name
     try:
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        finished = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"{name} took more than {timeout_s:.0f} s") from error
     except OSError as error:

@@ -22,13 +22,17 @@ import numpy as np
 
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.targets.runners.cache import kept
-from attnrewrite.targets.runners.instructions import counter, counting, last_interval
+from attnrewrite.targets.runners.instructions import Block, counter, counting, last_interval
 from attnrewrite.targets.runners.programs import Failed, Unavailable, run
 
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 PLATFORM = "manylinux_2_28_aarch64"
 RUNNER = "runner"
 LIBRARIES = ("tvm/lib/libtvm_runtime.so", "tvm_ffi/lib/libtvm_ffi.so")
+PROCESSOR = (
+    "-cpu",
+    "max,sve=off",
+)  # all that phones' cores know; scalable vectors they do not, and the C library would
 DOWNLOAD_S = 180  # seconds
 COMPILE_S = 120  # seconds
 
@@ -43,13 +47,17 @@ class Packages:
 
 @dataclass(frozen=True)
 class Executed:
-    """The outputs of a call, and how many instructions a second one executed on one thread; None where `uncounted` says
-    why that is not known.
+    """The outputs of a call, and the blocks of code that a second one executed on one thread; none where `uncounted`
+    says why they are not known.
     """
 
     outputs: tuple[np.ndarray, ...]
-    instructions: int | None
+    blocks: tuple[Block, ...] = ()
     uncounted: str = ""
+
+    @property
+    def instructions(self) -> int | None:
+        return sum(block.instructions for block in self.blocks) or None
 
 
 def execute(library: Path, inputs: Sequence[np.ndarray], packages: Packages, timeout_s: float) -> Executed:
@@ -81,9 +89,9 @@ def execute(library: Path, inputs: Sequence[np.ndarray], packages: Packages, tim
             raise CheckFailedError(f"the aarch64 library crashes under emulation: {error}") from error
         shapes = [tuple(map(int, line.split())) for line in printed.splitlines()]
         outputs = [np.fromfile(f"{folder}/output.{index}", np.float32) for index in range(len(shapes))]
-        counted = last_interval(counts)
+        ran = last_interval(counts)
     found = tuple(output.reshape(shape) for output, shape in zip(outputs, shapes, strict=True))
-    return Executed(found, counted, "" if counted else uncounted or "the counter missed the program's marks")
+    return Executed(found, ran, "" if ran else uncounted or "the counter missed the program's marks")
 
 
 def counter_of(packages: Packages) -> Path:
@@ -107,7 +115,16 @@ def emulated(program: Path, options: Sequence[str] = ()) -> list[str]:
 def _guest(program: Path) -> list[str]:
     libc = run([CROSS_COMPILER, "-print-file-name=libc.so.6"], COMPILE_S).strip()
     sysroot = str(Path(libc).resolve().parent.parent)
-    return ["-L", sysroot, "-E", f"LD_LIBRARY_PATH={program.parent}", "-E", "TVM_NUM_THREADS=1", str(program)]
+    return [
+        *PROCESSOR,
+        "-L",
+        sysroot,
+        "-E",
+        f"LD_LIBRARY_PATH={program.parent}",
+        "-E",
+        "TVM_NUM_THREADS=1",
+        str(program),
+    ]
 
 
 def _emulator() -> str:

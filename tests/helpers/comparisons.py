@@ -29,6 +29,7 @@ def rows(model: str) -> list[Row]:
             status,
             latency,
             None,
+            None,
             top1,
             agreement,
             873_256,

@@ -23,6 +23,7 @@ KEYS = [
     "status",
     "latency_ms",
     "instructions",
+    "cycles",
     "top1",
     "agreement",
     "size_bytes",
@@ -73,15 +74,17 @@ def test_the_table_names_every_row_and_numbers_its_notes() -> None:
     assert lines[4].strip() == f"[1] {SCHEDULE}"
 
 
-def test_the_table_has_a_column_for_instructions_where_an_emulator_counted_them() -> None:
-    counted = replace(PLAIN.rows[0], status="estimated", latency_ms=None, instructions=56_395_176)
+def test_the_table_has_columns_for_instructions_and_cycles_where_they_are_known(tmp_path: Path) -> None:
+    counted = replace(PLAIN.rows[0], status="estimated", latency_ms=None, instructions=56_395_176, cycles=30_123_456)
     console = Console(width=140)
     with console.capture() as capture:
         console.print(Comparison({}, (counted, *PLAIN.rows[1:])).to_table())
     heading, row, other, *_ = capture.get().splitlines()
-    assert "p90 ms  instructions  top-1" in heading
-    assert row.split()[3:7] == ["estimated", "56.4", "M", "94.8%"]
-    assert other.split()[5] == "–"
+    assert "p90 ms  instructions  cycles  top-1" in heading
+    assert row.split()[3:9] == ["estimated", "56.4", "M", "30.1", "M", "94.8%"]
+    assert other.split()[5:7] == ["–", "–"]
+    page = Comparison({}, (counted, *PLAIN.rows[1:])).to_html(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert [part in page for part in ("instructions</th>", "cycles</th>", "56.4 M</td>", "30.1 M</td>")] == [True] * 4
 
 
 @pytest.mark.parametrize("comparison", [COMPARISON, UNLABELLED, UNTIMED, TIMED_ALONE, PLAIN])

@@ -14,7 +14,8 @@ from torch import nn
 from attnrewrite.errors import CheckFailedError, InputError, Refusal
 from attnrewrite.targets.base import Artifact, get_target
 from attnrewrite.targets.prepare import specialise
-from attnrewrite.targets.runners import instructions, opencl, programs, qemu
+from attnrewrite.targets.runners import cycles, instructions, opencl, programs, qemu
+from attnrewrite.targets.runners.instructions import Block
 from attnrewrite.targets.runners.opencl import DeviceProgram, Launch, Output
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm import device as tvm_device
@@ -138,6 +139,49 @@ def test_instructions_are_counted_exactly_and_follow_the_work(arm, tmp_path: Pat
     )
     floor = 200 * 64 * 64 // 4
     assert floor < double - once < 3 * floor
+
+
+def test_cycles_are_what_llvm_reckons_for_the_blocks_of_code_that_ran(arm, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted_or_skip(made := arm())
+    if made.cycles is None:
+        pytest.skip("; ".join(made.notes))
+    assert "cycles estimated by llvm-mca of LLVM " in made.notes[-1]
+    # A core of three instructions a cycle at most, and one that waits for each result in order.
+    assert made.instructions / 4 < made.cycles < 10 * made.instructions
+    multiply, add = bytes.fromhex("2010824f"), bytes.fromhex("0004408b")  # fmla v0.4s, v1.4s, v2.s[0]; add x0, x0, x0
+    once, more = (cycles.estimated([Block(multiply, times)], "cortex-a55").number for times in (1_000, 3_000))
+    assert more == pytest.approx(3 * once, rel=0.01)
+    mixed = cycles.estimated([Block(multiply, 1_000), Block(add, 500)], "cortex-a55").number
+    assert once < mixed < once + 4 * 500
+    for broken, said in (
+        (lambda: cycles.estimated([Block(multiply, 1)], "cortex-z1"), "'cortex-z1' is not a recognized processor"),
+        (
+            lambda: cycles.estimated([Block(b"\xff" * 4, 1)], "cortex-a55"),
+            r"knows 0% of the code for cortex-a55 \(llvm-mc does not know 1 ",
+        ),
+    ):
+        with pytest.raises(programs.Unavailable, match=said):
+            broken()
+    monkeypatch.setattr(cycles, "ANALYSER", "no-such-mca")
+    without = arm()
+    assert (without.cycles, without.notes[-1]) == (
+        None,
+        "cycles not estimated: no-such-mca is not installed (Debian: llvm)",
+    )
+
+
+def test_what_ran_between_marks_is_read_whole(tmp_path: Path) -> None:
+    """The emulator cuts blocks at the end of a page, and translates some more than once."""
+    told = tmp_path / "counts"
+    lines = ["2", "4096 7 bbbbbbbb", "4092 7 aaaaaaaa", "8192 2 cccccccc", "8192 3 cccccccc", "8196 1 dddddddd"]
+    told.write_text("\n".join(lines))
+    assert instructions.last_interval(told) == (
+        Block(bytes.fromhex("aaaaaaaabbbbbbbb"), 7),
+        Block(b"\xcc" * 4, 5),
+        Block(b"\xdd" * 4, 1),
+    )
+    told.write_text("1\n" + lines[1])
+    assert instructions.last_interval(told) == instructions.last_interval(tmp_path / "none") == ()
 
 
 def test_an_emulated_run_needs_time() -> None:
