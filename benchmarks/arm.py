@@ -5,9 +5,9 @@
 float32, batch 1, one thread, random weights from one seed; counted exactly under qemu's user-mode emulation in a second
 call, and held to torch. Instructions are no time: a prefetch counts like a multiply-add. Four multiply-adds fit in one
 instruction, which makes the floor of direct multiplication. Cycles are LLVM's estimate (llvm-mca) for these
-instructions where all loads hit the cache, by the tables that it has for the core. `FILE` holds what other runtimes execute for the
-original at the first size, a line each that begins "NAME: total X G", as a count of (N2 - N1) inferences under qemu
-gives it.
+instructions where all loads hit the cache, by the tables that it has for the core. `FILE` holds what other runtimes
+execute for the original at the first size, a line each that begins "NAME: total X G", as a count of (N2 - N1)
+inferences under qemu gives it.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python benchmarks/footprint.py [--models deit_small_patch16_224 ...] [--threads 1]
 
 float32, batch 1, random weights from one seed. Compiling is `attnrewrite lower` without its check: import, schedules,
-LLVM and linking. Memory is the resident set's peak while a model is loaded and called three times, in a process of its
-own, less what the process had once the runtime was imported and had run a model of one layer: weights, what is packed of
-them, and activations. Linux only.
+LLVM and linking. Memory is the resident set at its peak while a model is loaded and called three times in a process of
+its own, and what of it stays as long as the model is loaded, less what the process had once the runtime was imported
+and had run a model of one layer: weights, what is packed of them, and activations. Linux only.
 """
 
 import argparse
@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +41,8 @@ def written(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> None
     (folder / "model.onnx").write_bytes(onnx_runtime.export(module, inputs))
 
 
-def with_tvm(folder: Path, threads: int) -> None:
+@contextmanager
+def with_tvm(folder: Path, threads: int) -> Iterator[None]:
     import tvm
 
     machine = tvm.relax.VirtualMachine(tvm.runtime.load_module(str(folder / "model.so")), tvm.cpu())
@@ -47,9 +50,11 @@ def with_tvm(folder: Path, threads: int) -> None:
     given = tvm.runtime.tensor(np.load(folder / "input.npy"))
     for _ in range(CALLS):
         machine["main"](given)
+    yield
 
 
-def with_onnxruntime(folder: Path, threads: int) -> None:
+@contextmanager
+def with_onnxruntime(folder: Path, threads: int) -> Iterator[None]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -58,28 +63,32 @@ def with_onnxruntime(folder: Path, threads: int) -> None:
     given = {session.get_inputs()[0].name: np.load(folder / "input.npy")}
     for _ in range(CALLS):
         session.run(None, given)
+    yield
 
 
-RUNTIMES: dict[str, tuple[Callable[..., None], Callable[[Path, int], None]]] = {
+RUNTIMES: dict[str, tuple[Callable[..., None], Callable[[Path, int], AbstractContextManager[None]]]] = {
     "tvm, our schedules": (compiled, with_tvm),
     "onnxruntime": (written, with_onnxruntime),
 }
 
 
 def resident(what: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
+    """A line of this process's status, in bytes: VmHWM, VmRSS, or RssFile, pages of files that are not its own."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
 
 
 def alone(runtime: str, small: Path, model: Path, threads: int) -> None:
-    """In a process of its own: print the bytes that running `model` adds to those with `small` run."""
+    """In a process of its own: print the bytes that `model` adds to those with `small` run, at its peak, and for good,
+    of these in pages of its file.
+    """
     run = RUNTIMES[runtime][1]
-    run(small, threads)
-    before = resident("VmRSS")
+    with run(small, threads):
+        pass
+    before, files = resident("VmRSS"), resident("RssFile")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is forgotten
-    run(model, threads)
-    print(resident("VmHWM") - before)
+    with run(model, threads):
+        print(resident("VmHWM") - before, resident("VmRSS") - before, resident("RssFile") - files)
 
 
 def show(name: str, module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> None:
@@ -94,8 +103,10 @@ def show(name: str, module: nn.Module, inputs: tuple[Tensor, ...], threads: int)
                 wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
                 np.save(Path(folder) / "input.npy", given.numpy())
             command = [sys.executable, __file__, "--alone", runtime, small, large, "--threads", str(threads)]
-            peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(f"  {runtime}: ready after {wall:.1f} s ({cpu:.1f} s of processors), at its peak {peak / 2**20:.0f} MiB")
+            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        peak, stays, pages = (int(number) / 2**20 for number in told)
+        print(f"  {runtime}: ready after {wall:.1f} s ({cpu:.1f} s of processors)")
+        print(f"  {runtime}: {peak:.0f} MiB at its peak, {stays:.0f} MiB stay, {pages:.0f} of them pages of its file")
 
 
 def main() -> None:
@@ -113,7 +124,7 @@ def main() -> None:
 
     for name in given.models:
         torch.manual_seed(0)
-        module = timm.create_model(name).eval()
+        module: Any = timm.create_model(name).eval()
         show(name, module, (torch.randn(1, *module.default_cfg["input_size"]),), given.threads)
     known = environment(given.threads)
     print(", ".join(f"{name} {known[name]}" for name in ("processor", "cores", "tvm", "onnxruntime") if name in known))
