@@ -33,8 +33,8 @@ CALLS = 3
 
 
 def compiled(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> None:
-    made = tvm_compat.build_for_cpu(import_program(specialise(module, inputs)), "host")
-    tvm_compat.export_library(made.executable, folder / "model.so", tvm_compat.host_linker())
+    program = import_program(specialise(module, inputs))
+    tvm_compat.library_for_cpu(program, "host", folder / "model.so", tvm_compat.host_linker())
 
 
 def written(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> None:

@@ -61,9 +61,9 @@ class ArmCpu(Target):
         self.require_build()
         wide = in_float32(module, example_inputs)
         program = import_program(specialise(wide.module, wide.inputs))
-        made, system = tvm_compat.build_for_cpu(program, self.cpu, self.system), self.system or system_of(self.cpu)
         packages = tvm_compat.runtime_packages()
-        library, notes = _export(made.executable, out, system)
+        library, made, notes = self._built(program, out)
+        system = self.system or system_of(self.cpu)
         try:
             if system != LINUX:
                 raise Unavailable(f"it is for {system}, which is not emulated here")
@@ -90,6 +90,19 @@ class ArmCpu(Target):
             processor=made.processor,
             runtime=packages.versions,
         )
+
+    def _built(self, program: Any, out: Path) -> tuple[Path, tvm_compat.Scheduled, tuple[str, ...]]:
+        """The library, or its objects where nothing here links them, which is said; and what was compiled."""
+        if (system := self.system or system_of(self.cpu)) != LINUX:
+            note = f"object files: link them to a library with the compiler for {system}"
+        elif shutil.which(qemu.CROSS_COMPILER):
+            library = out / "model.so"
+            made = tvm_compat.library_for_cpu(program, self.cpu, library, qemu.CROSS_COMPILER, self.system)
+            return library, made, ()
+        else:
+            note = f"object files instead of a library: {qemu.CROSS_COMPILER} is not installed to link them"
+        made = tvm_compat.build_for_cpu(program, self.cpu, self.system)
+        return tvm_compat.export_objects(made.executable, out / "model.tar"), made, (note,)
 
     def _cycles(self, ran: qemu.Executed) -> tuple[int | None, tuple[str, ...]]:
         """What the core takes for the call by LLVM's estimate, and what is to be said of that."""
@@ -128,19 +141,7 @@ class ArmCpu(Target):
         wide = in_float32(module, example_inputs)
 
         def build(folder: Path) -> tuple[Path, tuple[str, ...]]:
-            made = tvm_compat.build_for_cpu(import_program(specialise(wide.module, wide.inputs)), self.cpu, self.system)
-            library, notes = _export(made.executable, folder, self.system or system_of(self.cpu))
+            library, made, notes = self._built(import_program(specialise(wide.module, wide.inputs)), folder)
             return library, (f"schedule: {made.schedule}", *notes, *wide.notes)
 
         return (over_rpc.run(name, wide, build, device, threads),)
-
-
-def _export(executable: Any, out: Path, system: str) -> tuple[Path, tuple[str, ...]]:
-    """Write the library, or its objects where nothing here links them, and say so."""
-    if system != LINUX:
-        note = f"object files: link them to a library with the compiler for {system}"
-    elif shutil.which(qemu.CROSS_COMPILER):
-        return tvm_compat.export_library(executable, out / "model.so", qemu.CROSS_COMPILER), ()
-    else:
-        note = f"object files instead of a library: {qemu.CROSS_COMPILER} is not installed to link them"
-    return tvm_compat.export_objects(executable, out / "model.tar"), (note,)

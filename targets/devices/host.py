@@ -110,8 +110,8 @@ def _elsewhere(name: str, wide: Prepared, device: Device, threads: int) -> Run:
 
 def _link(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> tuple[Path, tvm_compat.Scheduled]:
     """The module compiled for this processor, as a shared library in `folder`."""
-    made = tvm_compat.build_for_cpu(import_program(specialise(module, inputs)), "host")
-    return tvm_compat.export_library(made.executable, folder / "model.so", tvm_compat.host_linker()), made
+    program, library = import_program(specialise(module, inputs)), folder / "model.so"
+    return library, tvm_compat.library_for_cpu(program, "host", library, tvm_compat.host_linker())
 
 
 # Each runtime's way to prepare a call, and what to know about the result.

@@ -8,7 +8,9 @@ global functions runtime.config_threadpool, tvm.codegen.llvm.GetHostCPUName and 
 import importlib.metadata
 import os
 import shutil
+import sys
 import tarfile
+import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,17 +78,52 @@ def build_for_cpu(relax_module: Any, core: str, system: str | None = None) -> Sc
 
     InputError for an unknown name, with the nearest.
     """
+    made, _ = _compiled(relax_module, core, system, lambda module: (module, ()))
+    return made
+
+
+def library_for_cpu(relax_module: Any, core: str, path: Path, compiler: str, system: str | None = None) -> Scheduled:
+    """As `build_for_cpu`, linked to the shared library `path` with the C++ compiler `compiler`. Weights lie in the
+    library's own pages, where it is in a format that we know to put them in (ELF).
+
+    Raises:
+        InputError: an unknown name, with the nearest; or the compiler fails.
+    """
+    from attnrewrite.targets.tvm.schedules import weights
+    from attnrewrite.targets.tvm.weights_object import compiled
+
+    if sys.platform == "darwin":
+        made = build_for_cpu(relax_module, core, system)
+        export_library(made.executable, path, compiler)
+        return made
+
+    def apart(module: Any) -> tuple[Any, Sequence[np.ndarray]]:
+        found = weights.apart(module)
+        return found.module, found.weights
+
+    made, held = _compiled(relax_module, core, system, apart)
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [compiled(held, compiler, runtime_packages().headers, Path(folder) / "weights.o")] if held else []
+        export_library(made.executable, path, compiler, parts)
+    return made
+
+
+def _compiled(
+    relax_module: Any, core: str, system: str | None, apart: Callable[[Any], tuple[Any, Sequence[np.ndarray]]]
+) -> tuple[Scheduled, Sequence[np.ndarray]]:
+    """A module with our schedules compiled, and the weights that `apart` took out of it."""
     from attnrewrite.targets.tvm.schedules.cpu import pipeline
 
     _require_llvm()
     processor = cpu_profile(core).under(system)
     try:
         scheduled = pipeline.schedule(relax_module, processor)
-        executable = pipeline.build(scheduled.module, processor)
+        module, held = apart(scheduled.module)
+        executable = pipeline.build(module, processor)
     except Exception as error:
         raise CheckFailedError(f"TVM cannot compile the module for {core}: {first_line(error)}") from error
     schedule = f"{CPU_SCHEDULE} for {processor.description}"
-    return Scheduled(executable, schedule, scheduled.decisions, processor.words)
+    return Scheduled(executable, schedule, scheduled.decisions, processor.words), held
 
 
 def build(relax_module: Any, device: Mapping[str, Any]) -> Any:
@@ -123,8 +160,9 @@ def host_linker() -> str:
     return compiler
 
 
-def export_library(executable: Any, path: Path, compiler: str) -> Path:
-    """Link a compiled module to the shared library `path` with the C++ compiler `compiler`, and return `path`.
+def export_library(executable: Any, path: Path, compiler: str, parts: Sequence[Path] = ()) -> Path:
+    """Link a compiled module, and the object files `parts`, to the shared library `path` with the C++ compiler
+    `compiler`, and return `path`.
 
     Raises:
         InputError: the compiler cannot link it.
@@ -133,7 +171,7 @@ def export_library(executable: Any, path: Path, compiler: str) -> Path:
 
     linker = cc.cross_compiler(compiler, options=["-shared", "-fPIC"])
     try:
-        executable.export_library(str(path), fcompile=linker)
+        executable.export_library(str(path), fcompile=linker, addons=[str(part) for part in parts])
     except Exception as error:
         # TVM's own first line only says that something failed.
         said = RuntimeError(str(error).removeprefix("Compilation error:"))
