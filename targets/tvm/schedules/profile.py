@@ -7,9 +7,11 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from attnrewrite.errors import unknown_name
+from attnrewrite.errors import InputError, unknown_name
 
 HOST = "host"
+FLOAT32, FLOAT16 = "float32", "float16"
+SIZES = {FLOAT32: 4, FLOAT16: 2}  # bytes
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Profile:
     """A processor core. `lanes` are the float32 of a vector register, `registers` how many of those there are.
 
     `by_lane`: a multiply-add takes its multiplier from any lane of a register (NEON); elsewhere it is broadcast from
-    memory. `tiles` are for products, the widest first. Caches in bytes.
+    memory. `tiles` are for products, the widest first. Caches in bytes. `stored` is the type of what kernels leave for
+    others, of weights, and of products: float16 where `halves`, the feature of cores that compute in it, is there.
     """
 
     name: str
@@ -36,12 +39,35 @@ class Profile:
     tiles: tuple[Tile, ...]
     l1: int
     l2: int
+    halves: str | None = None
+    stored: str = FLOAT32
 
     @property
     def description(self) -> str:
         """The processor's name and what its vectors hold."""
         name = f"{self.name} ({self.target['mcpu']})" if self.name == HOST else self.name
-        return f"{name}, {self.lanes} float32 a vector"
+        return f"{name}, {self.stored_lanes} {self.stored} a vector"
+
+    @property
+    def stored_lanes(self) -> int:
+        """The numbers of the stored type in a vector register."""
+        return self.lanes * SIZES[FLOAT32] // SIZES[self.stored]
+
+    def storing(self, dtype: str) -> "Profile":
+        """The same core for kernels that store and multiply numbers of a type.
+
+        Raises:
+            InputError: it does not compute in that type.
+        """
+        if dtype == self.stored:
+            return self
+        if self.halves is None or f"+{self.halves}" not in self.target.get("mattr", ()):
+            name = self.description.split(",")[0]
+            lacking = f" (its LLVM features lack {self.halves})" if self.halves else ""
+            raise InputError(f"{name} does not compute in {dtype}{lacking}: leave --precision at fp32")
+        times = SIZES[self.stored] // SIZES[dtype]
+        tiles = tuple(Tile(tile.rows, tile.columns * times) for tile in self.tiles)
+        return replace(self, stored=dtype, tiles=tiles)
 
     def under(self, system: str | None) -> "Profile":
         """The same core under another system: one of `systems()`; None for the one that it has."""
@@ -56,7 +82,7 @@ class Profile:
         return {**self.target, "mattr": mattr}
 
     def __hash__(self) -> int:
-        return hash((self.name, self.lanes, self.tiles))
+        return hash((self.name, self.lanes, self.tiles, self.stored))
 
 
 @cache
@@ -120,4 +146,5 @@ def _profile(name: str, isa: str, target: Mapping[str, Any], l1: int, l2: int) -
         tiles=tuple(Tile(rows, columns) for rows, columns in table["tiles"]),
         l1=l1,
         l2=l2,
+        halves=table.get("halves"),
     )

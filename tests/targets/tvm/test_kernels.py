@@ -24,6 +24,7 @@ from attnrewrite.targets.tvm.schedules.cpu import (
 )
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
 from attnrewrite.targets.tvm.schedules.profile import Profile, profile
+from attnrewrite.targets.tvm.schedules.rule import Argument
 
 DRAWN = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 HOST = profile("host")
@@ -408,7 +409,7 @@ def test_functions_are_within_few_units_in_the_last_place(name: str, low: float,
             value = getattr(vectors, name)(vectors.name(vectors.load(read, index * lanes, lanes)))
             vectors.store(written, index * lanes, value, lanes)
 
-    kernel = function([x.shape, x.shape], body).with_attr("global_symbol", "main")
+    kernel = function([Argument(x.shape, "float32")] * 2, body).with_attr("global_symbol", "main")
     run = tvm.compile(tvm.IRModule({"main": kernel}), target=tvm.target.Target(dict(HOST.target)))["main"]
     found = tvm.runtime.tensor(np.zeros_like(x))
     run(tvm.runtime.tensor(x), found)
