@@ -15,7 +15,7 @@ from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile, Tile
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
 TURNS = 2  # loads of multipliers in a turn of the loop
-IN_A_ROW = 128  # products summed in float16 before the sum is added to one in float32
+IN_A_ROW = 64  # products summed in float16 before the sum is added to one in float32
 LATENCY = 8  # multiply-adds that a core has in flight: fewer sums leave it waiting
 
 
