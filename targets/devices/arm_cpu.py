@@ -17,6 +17,7 @@ from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
+from attnrewrite.targets.tvm.schedules.precision import FP32, require
 from attnrewrite.targets.tvm.schedules.profile import arm_cores, system_of, systems
 
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
@@ -30,7 +31,7 @@ class ArmCpu(Target):
 
     `cpu` is one of the ARM cores of profiles.toml, `system` one of its systems (None: the core's usual one). `rpc` is
     the address of a device to measure on, "host:port", which may take `rpc_timeout` seconds for a model. The emulated
-    run of two calls may take `emulation_s` seconds.
+    run of two calls may take `emulation_s` seconds. Products are computed in `precision`, one of profiles.toml.
     """
 
     cpu: str = "cortex-a76"
@@ -38,6 +39,7 @@ class ArmCpu(Target):
     rpc: str | None = None
     rpc_timeout: float = over_rpc.TIMEOUT_S
     emulation_s: float = 240.0
+    precision: str = FP32
 
     name = "arm-cpu"
     summary = "64-bit ARM under Linux or Android: TVM (LLVM), cross-compiled"
@@ -47,6 +49,7 @@ class ArmCpu(Target):
             raise unknown_name("ARM processor", self.cpu, arm_cores())
         if self.system is not None and self.system not in systems():
             raise unknown_name("system", self.system, systems())
+        require(self.precision, self.cpu)
         over_rpc.device(self.rpc, self.rpc_timeout)
         if self.emulation_s <= 0:
             raise InputError(f"emulation_s {self.emulation_s!r} must be a number of seconds above zero")
@@ -60,7 +63,8 @@ class ArmCpu(Target):
         self.require_build()
         wide = in_float32(module, example_inputs)
         program = import_program(specialise(wide.module, wide.inputs))
-        made, system = tvm_compat.build_for_cpu(program, self.cpu, self.system), self.system or system_of(self.cpu)
+        made = tvm_compat.build_for_cpu(program, self.cpu, self.system, self.precision)
+        system = self.system or system_of(self.cpu)
         packages = tvm_compat.runtime_packages()
         library, notes = _export(made.executable, out, system)
         try:
@@ -68,7 +72,7 @@ class ArmCpu(Target):
                 raise Unavailable(f"it is for {system}, which is not emulated here")
             ran, how = qemu.execute(library, arrays(wide.inputs), packages, self.emulation_s), "ran under qemu-aarch64"
         except Unavailable as reason:
-            host = tvm_compat.build_for_cpu(program, "host")
+            host = tvm_compat.build_for_cpu(program, "host", precision=self.precision)
             found = tvm_compat.bind(host.executable, wide.inputs, threads)()
             ran, how = qemu.Executed(found, None), f"{ON_HOST}: {reason}"
         uncounted = (f"instructions not counted: {ran.uncounted}",) if ran.uncounted else ()
@@ -87,6 +91,7 @@ class ArmCpu(Target):
             instructions=ran.instructions,
             processor=made.processor,
             runtime=packages.versions,
+            precision=self.precision,
         )
 
     def pricing(self) -> Pricing | Refusal:
@@ -116,7 +121,8 @@ class ArmCpu(Target):
         wide = in_float32(module, example_inputs)
 
         def build(folder: Path) -> tuple[Path, tuple[str, ...]]:
-            made = tvm_compat.build_for_cpu(import_program(specialise(wide.module, wide.inputs)), self.cpu, self.system)
+            program = import_program(specialise(wide.module, wide.inputs))
+            made = tvm_compat.build_for_cpu(program, self.cpu, self.system, self.precision)
             library, notes = _export(made.executable, folder, self.system or system_of(self.cpu))
             return library, (f"schedule: {made.schedule}", *notes, *wide.notes)
 

@@ -24,6 +24,7 @@ from attnrewrite.errors import CheckFailedError, InputError, Refusal, first_line
 from attnrewrite.targets.prepare import arrays
 from attnrewrite.targets.record import Decision
 from attnrewrite.targets.runners.qemu import LIBRARIES, Packages
+from attnrewrite.targets.tvm.schedules.precision import FP32
 from attnrewrite.targets.tvm.schedules.profile import profile as cpu_profile
 
 CPU_SCHEDULE = "attnrewrite CPU schedules"
@@ -70,9 +71,9 @@ class Scheduled:
     processor: Mapping[str, Any]
 
 
-def build_for_cpu(relax_module: Any, core: str, system: str | None = None) -> Scheduled:
+def build_for_cpu(relax_module: Any, core: str, system: str | None = None, precision: str = FP32) -> Scheduled:
     """Compile a Relax module with our schedules for a processor: a name in profiles.toml, or `host`; and for a system
-    of profiles.toml, where that is not the processor's usual one.
+    of profiles.toml, where that is not the processor's usual one. `precision` is what its products are computed in.
 
     InputError for an unknown name, with the nearest.
     """
@@ -85,7 +86,7 @@ def build_for_cpu(relax_module: Any, core: str, system: str | None = None) -> Sc
         executable = pipeline.build(scheduled.module, processor)
     except Exception as error:
         raise CheckFailedError(f"TVM cannot compile the module for {core}: {first_line(error)}") from error
-    schedule = f"{CPU_SCHEDULE} for {processor.description}"
+    schedule = f"{CPU_SCHEDULE} for {processor.description}, products in {precision}"
     return Scheduled(executable, schedule, scheduled.decisions, processor.words)
 
 

@@ -69,6 +69,11 @@ class Profile:
         tiles = tuple(Tile(tile.rows, tile.columns * times) for tile in self.tiles)
         return replace(self, stored=dtype, tiles=tiles)
 
+    @property
+    def features(self) -> frozenset[str]:
+        """The instructions that it has beyond its architecture's own, in LLVM's words."""
+        return frozenset(feature[1:] for feature in self.target.get("mattr", ()) if feature.startswith("+"))
+
     def under(self, system: str | None) -> "Profile":
         """The same core under another system: one of `systems()`; None for the one that it has."""
         if system is None:
@@ -109,6 +114,16 @@ def systems() -> dict[str, str]:
 def system_of(core: str) -> str:
     """The system that an ARM core is usually found under."""
     return next(name for name, triple in systems().items() if triple == _tables()["cpu"][core]["mtriple"])
+
+
+def precisions() -> tuple[str, ...]:
+    """The names of the precisions that products are computed in."""
+    return tuple(_tables()["precision"])
+
+
+def features_for(precision: str) -> tuple[str, ...]:
+    """The features of which a processor must have one to compute in a precision; none where all do."""
+    return tuple(_tables()["precision"][precision]["any_of"])
 
 
 def profile(name: str) -> Profile:
