@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError, Refusal, unknown_name
-from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Pricing, Run, Target
 from attnrewrite.targets.devices import over_rpc
-from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
+from attnrewrite.targets.devices.checked import agreed
+from attnrewrite.targets.prepare import arrays, in_float32, specialise
 from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
@@ -76,8 +76,7 @@ class ArmCpu(Target):
             found = tvm_compat.bind(host.executable, wide.inputs, threads)()
             ran, how = qemu.Executed(found, None), f"{ON_HOST}: {reason}"
         uncounted = (f"instructions not counted: {ran.uncounted}",) if ran.uncounted else ()
-        expected = reference(wide.module, wide.inputs)
-        agreement = check.agree(f"{name} for {self.name}", ran.outputs, expected, check.FLOAT32)
+        agreement = agreed(f"{name} for {self.name}", ran.outputs, wide, self.precision)
         return self.artifact(
             name,
             out,
@@ -126,7 +125,7 @@ class ArmCpu(Target):
             library, notes = _export(made.executable, folder, self.system or system_of(self.cpu))
             return library, (f"schedule: {made.schedule}", *notes, *wide.notes)
 
-        return (over_rpc.run(name, wide, build, device, threads),)
+        return (over_rpc.run(name, wide, build, device, threads, self.precision),)
 
 
 def _export(executable: Any, out: Path, system: str) -> tuple[Path, tuple[str, ...]]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.errors import AttnRewriteError, Refusal
-from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
 from attnrewrite.targets.devices import over_rpc
-from attnrewrite.targets.prepare import Prepared, arrays, in_float32, reference, specialise
+from attnrewrite.targets.devices.checked import agreed
+from attnrewrite.targets.prepare import Prepared, arrays, in_float32, specialise
 from attnrewrite.targets.runners import onnx_runtime
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
@@ -49,7 +49,7 @@ class Host(Target):
         wide = in_float32(module, example_inputs)
         library, made = _link(wide.module, wide.inputs, out, self.precision)
         found = tvm_compat.bind(library, wide.inputs, threads)()
-        agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
+        agreement = agreed(f"{name} for {self.name}", found, wide, self.precision)
         return self.artifact(
             name,
             out,
@@ -69,14 +69,16 @@ class Host(Target):
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
         wide = in_float32(module, example_inputs)
-        expected = reference(wide.module, wide.inputs)
         runs = []
         ours = f"schedule: {tvm_compat.CPU_SCHEDULE}, products in {self.precision}"
-        runtimes: dict[str, Runtime] = {**_OTHERS, "tvm": (partial(_tvm, precision=self.precision), (ours,))}
-        for runtime, (prepare, notes) in runtimes.items():
+        runtimes: dict[str, Runtime] = {
+            **_OTHERS,
+            "tvm": (partial(_tvm, precision=self.precision), (ours,), self.precision),
+        }
+        for runtime, (prepare, notes, precision) in runtimes.items():
             try:
                 call, size_bytes = prepare(wide.module, wide.inputs, threads)
-                agreement = check.agree(f"{name} in {runtime}", arrays(call()), expected, check.FLOAT32)
+                agreement = agreed(f"{name} in {runtime}", arrays(call()), wide, precision)
                 note = "; ".join(notes + wide.notes)
                 runs.append(Run(runtime, call, agreement.max_abs_error, size_bytes, None, note))
             except AttnRewriteError as error:
@@ -91,11 +93,11 @@ class Host(Target):
             library, made = _link(wide.module, wide.inputs, folder, self.precision)
             return library, (f"schedule: {made.schedule}", *wide.notes)
 
-        return over_rpc.run(name, wide, build, device, threads)
+        return over_rpc.run(name, wide, build, device, threads, self.precision)
 
 
 Called = tuple[Callable[[], object], int]
-Runtime = tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Called], tuple[str, ...]]
+Runtime = tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Called], tuple[str, ...], str]
 
 
 def _eager(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Called:
@@ -124,8 +126,8 @@ def _link(
     return tvm_compat.export_library(made.executable, folder / "model.so", tvm_compat.host_linker()), made
 
 
-# What users compare with: each runtime's way to prepare a call, and what to know about the result.
+# What users compare with: each runtime's way to prepare a call, what to know about the result, and its precision.
 _OTHERS: dict[str, Runtime] = {
-    "torch eager": (_eager, ()),
-    "onnxruntime": (onnx_runtime.prepare, ()),
+    "torch eager": (_eager, (), FP32),
+    "onnxruntime": (onnx_runtime.prepare, (), FP32),
 }

@@ -26,6 +26,7 @@ from attnrewrite.targets.record import Decision
 from attnrewrite.targets.runners.qemu import LIBRARIES, Packages
 from attnrewrite.targets.tvm.schedules.precision import FP32
 from attnrewrite.targets.tvm.schedules.profile import profile as cpu_profile
+from attnrewrite.targets.tvm.schedules.profile import stored_for
 
 CPU_SCHEDULE = "attnrewrite CPU schedules"
 DEFAULT_SCHEDULE = "TVM's default pipeline"
@@ -80,7 +81,7 @@ def build_for_cpu(relax_module: Any, core: str, system: str | None = None, preci
     from attnrewrite.targets.tvm.schedules.cpu import pipeline
 
     _require_llvm()
-    processor = cpu_profile(core).under(system)
+    processor = cpu_profile(core).under(system).storing(stored_for(precision))
     try:
         scheduled = pipeline.schedule(relax_module, processor)
         executable = pipeline.build(scheduled.module, processor)

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.errors import unknown_name
 
 HOST = "host"
 FLOAT32, FLOAT16 = "float32", "float16"
@@ -28,7 +28,7 @@ class Profile:
 
     `by_lane`: a multiply-add takes its multiplier from any lane of a register (NEON); elsewhere it is broadcast from
     memory. `tiles` are for products, the widest first. Caches in bytes. `stored` is the type of what kernels leave for
-    others, of weights, and of products: float16 where `halves`, the feature of cores that compute in it, is there.
+    others, of the weights of products, and of products.
     """
 
     name: str
@@ -39,7 +39,6 @@ class Profile:
     tiles: tuple[Tile, ...]
     l1: int
     l2: int
-    halves: str | None = None
     stored: str = FLOAT32
 
     @property
@@ -54,19 +53,8 @@ class Profile:
         return self.lanes * SIZES[FLOAT32] // SIZES[self.stored]
 
     def storing(self, dtype: str) -> "Profile":
-        """The same core for kernels that store and multiply numbers of a type.
-
-        Raises:
-            InputError: it does not compute in that type.
-        """
-        if dtype == self.stored:
-            return self
-        if self.halves is None or f"+{self.halves}" not in self.target.get("mattr", ()):
-            name = self.description.split(",")[0]
-            lacking = f" (its LLVM features lack {self.halves})" if self.halves else ""
-            raise InputError(f"{name} does not compute in {dtype}{lacking}: leave --precision at fp32")
-        times = SIZES[self.stored] // SIZES[dtype]
-        tiles = tuple(Tile(tile.rows, tile.columns * times) for tile in self.tiles)
+        """The same core for kernels that store and multiply numbers of a type: tiles of as many vectors."""
+        tiles = tuple(Tile(tile.rows, tile.columns * SIZES[self.stored] // SIZES[dtype]) for tile in self.tiles)
         return replace(self, stored=dtype, tiles=tiles)
 
     @property
@@ -126,6 +114,11 @@ def features_for(precision: str) -> tuple[str, ...]:
     return tuple(_tables()["precision"][precision]["any_of"])
 
 
+def stored_for(precision: str) -> str:
+    """The type of what is stored and multiplied in a precision."""
+    return str(_tables()["precision"][precision]["stored"])
+
+
 def profile(name: str) -> Profile:
     """The processor `name`. InputError with the nearest name where there is none."""
     if name == HOST:
@@ -161,5 +154,4 @@ def _profile(name: str, isa: str, target: Mapping[str, Any], l1: int, l2: int) -
         tiles=tuple(Tile(rows, columns) for rows, columns in table["tiles"]),
         l1=l1,
         l2=l2,
-        halves=table.get("halves"),
     )

@@ -18,6 +18,8 @@ def having(*features: str) -> Profile:
     [
         ("fp32", having(), None),
         ("fp16", having("fullfp16"), having("neon", "dotprod")),
+        ("fp16", having("avx512fp16"), having("avx512f", "f16c")),
+        ("fp16", profile("cortex-a55"), profile("cortex-a72")),
         ("int8", having("dotprod"), having("neon", "fullfp16")),
         ("int8", having("avx512vnni"), having("avx512f")),
         ("int8", profile("cortex-a55"), profile("cortex-a72")),

@@ -62,9 +62,9 @@ def load(buffer: Any, at: Position, lanes: int, stride: int = 1, dtype: str = FL
 
 
 def as_type(value: Value, dtype: str) -> Value:
-    """The numbers of a vector rounded to a type."""
-    lanes = lanes_of(value)
-    return value if str(value.ty.dtype) == _like(dtype, lanes) else T.Cast(_like(dtype, lanes), value)
+    """The numbers of a vector rounded to a type; integers as they are."""
+    found, wanted = str(value.ty.dtype), _like(dtype, lanes_of(value))
+    return T.Cast(wanted, value) if found != wanted and found.startswith("float") else value
 
 
 def lane(vector: Value, number: int) -> Value:
