@@ -5,8 +5,9 @@
 
 Batch 1, one thread, random weights from one seed; counted exactly under qemu's user-mode emulation in a second call,
 and held to torch. Instructions are no time: a prefetch counts like a multiply-add. As many multiply-adds fit in one
-instruction as a precision has numbers in a vector, which makes the floor of direct multiplication. `FILE` holds what other runtimes execute for the original
-at the first size, a line each that begins "NAME: total X G", as a count of (N2 - N1) inferences under qemu gives it.
+instruction as a precision has numbers in a vector, which makes the floor of direct multiplication. `FILE`
+holds what other runtimes execute for the original at the first size, a line each that begins "NAME: total X G", as a
+count of (N2 - N1) inferences under qemu gives it.
 """
 
 import argparse
