@@ -168,6 +168,7 @@ def lower(
     image_input: bool | None = None,
     labels: str | Path | Sequence[str] | None = None,
     compress: str | None = None,
+    precision: str | None = None,
     data: Data | None = None,
     progress: Progress | None = None,
     **how: Any,
@@ -179,7 +180,8 @@ def lower(
     inside, and with `labels` (names, or a file of one a line; by default those of a transformers model that takes
     images) it answers with names; `compress` ("int8", "palette6", "palette4" or "prune") makes its weights smaller, and
     what is lost by that, or by anything else, is measured on `data`: accuracy of the model and of the artifact, and how
-    often they agree. arm-cpu is built for a core of profiles.toml ("cortex-a76") under "linux", "android" or "ios".
+    often they agree. arm-cpu is built for a core of profiles.toml ("cortex-a76") under "linux", "android" or "ios", and
+    it and host compute in a `precision` of profiles.toml ("fp32", "fp16", "int8").
 
     Raises:
         InputError: unknown target or option, or a target that cannot build here; the folder exists.
@@ -187,12 +189,12 @@ def lower(
     """
     chosen = get_target(target).configured(
         layout=layout, cpu=cpu, system=system, minimum_target=minimum_target, image_input=image_input or None,
-        compress=compress, labels=labels if labels is None or isinstance(labels, str | Path) else tuple(labels),
+        compress=compress, precision=precision,
+        labels=labels if labels is None or isinstance(labels, str | Path) else tuple(labels),
     )  # fmt: skip
     count = 1 if threads is None else thread_count(threads)
+    chosen.require_answers(data)
     images = None if data is None else load_images(data)
-    if images is not None:
-        chosen.require_answers()
     loaded = _sound(_load(source, example_inputs, **how))
     module = runnable(loaded)
     inputs, preprocessing = _one_call(loaded, module), loaded.preprocessing
@@ -256,6 +258,7 @@ def compare(
     data: Data | None = None,
     threads: int | None = None,
     cpu: str | None = None,
+    precision: str | None = None,
     rpc: str | None = None,
     rpc_timeout: float | None = None,
     earlier: records.Comparison | None = None,
@@ -266,7 +269,8 @@ def compare(
 
     The first model is what the others' agreement is taken against. With `rpc`, "host:port", arm-cpu is also measured on
     a device (a Linux board, where `python -m tvm.exec.rpc_server` runs) whose core is `cpu`, within `rpc_timeout`
-    seconds for each model. What `earlier` (`evaluation.records.load_comparison`) has measured is not measured again.
+    seconds for each model; it and TVM on the host compute in `precision`. What `earlier`
+    (`evaluation.records.load_comparison`) has measured is not measured again.
 
     Raises:
         InputError: a model, a target or the data cannot be used.
@@ -281,7 +285,7 @@ def compare(
         inputs = _one_call(loaded, module)
         compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free)
     images = None if data is None else load_images(data)
-    options = {"cpu": cpu, "rpc": rpc, "rpc_timeout": rpc_timeout}
+    options = {"cpu": cpu, "precision": precision, "rpc": rpc, "rpc_timeout": rpc_timeout}
     found = compare_models(
         compared, names("targets", targets), images, threads=count, options=options, earlier=earlier, progress=progress
     )

@@ -1,16 +1,18 @@
 """Instructions that an aarch64 processor executes for a call: our schedules, forms beside softmax, others' counts.
 
-    python benchmarks/arm.py [--models deit_tiny_patch16_224] [--sizes 224 512] [--forms original l1] [--peers FILE]
+    python benchmarks/arm.py [--models deit_tiny_patch16_224] [--sizes 224 512] [--forms original l1]
+                             [--precision fp32 fp16] [--peers FILE]
 
-float32, batch 1, one thread, random weights from one seed; counted exactly under qemu's user-mode emulation in a second
-call, and held to torch. Instructions are no time: a prefetch counts like a multiply-add. Four multiply-adds fit in one
-instruction, which makes the floor of direct multiplication. Cycles are LLVM's estimate (llvm-mca) for these
-instructions where all loads hit the cache, by the tables that it has for the core. `FILE` holds what other runtimes
-execute for the original at the first size, a line each that begins "NAME: total X G", as a count of (N2 - N1)
-inferences under qemu gives it.
+Batch 1, one thread, random weights from one seed; counted exactly under qemu's user-mode emulation in a second call,
+and held to torch. Instructions are no time: a prefetch counts like a multiply-add. As many multiply-adds fit in one
+instruction as a precision has numbers in a vector, which makes the floor of direct multiplication. Cycles are LLVM's
+estimate (llvm-mca) for these instructions where all loads hit the cache, by the tables that it has for the core. `FILE`
+holds what other runtimes execute for the original at the first size, a line each that begins "NAME: total X G", as a
+count of (N2 - N1) inferences under qemu gives it.
 """
 
 import argparse
+import itertools
 import math
 import platform
 import re
@@ -31,7 +33,7 @@ from attnrewrite.targets.base import Artifact, get_target
 
 ORIGINAL = "original"
 EMULATION_S = 1800.0  # seconds that two calls of a model may take
-LANES = 4  # float32 numbers in a vector of NEON
+LANES = {"fp32": 4, "fp16": 8}  # numbers in a vector of NEON
 PEER = re.compile(r"^(?P<name>[^:]+): total (?P<billions>[0-9.]+) G")
 
 
@@ -42,10 +44,10 @@ def built(model: str, size: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return timm.create_model(model, img_size=size).eval(), (torch.randn(1, 3, size, size),)
 
 
-def counted(module: nn.Module, inputs: tuple[Tensor, ...], cpu: str) -> Artifact:
+def counted(module: nn.Module, inputs: tuple[Tensor, ...], cpu: str, precision: str) -> Artifact:
     """What was counted of a call, and the largest difference to torch."""
     with tempfile.TemporaryDirectory() as folder:
-        target = get_target("arm-cpu").configured(cpu=cpu, emulation_s=EMULATION_S)
+        target = get_target("arm-cpu").configured(cpu=cpu, precision=precision, emulation_s=EMULATION_S)
         made = target.lower("the model", module, inputs, Path(folder), threads=1)
     if made.instructions is None:
         raise InputError("; ".join((made.check, *made.notes)))
@@ -58,24 +60,26 @@ def peers(file: Path) -> list[tuple[str, float]]:
     return [(each["name"], float(each["billions"])) for each in found if each is not None]
 
 
-def show(model: str, size: int, forms: Sequence[str], cpu: str) -> None:
+def show(model: str, size: int, forms: Sequence[str], precisions: Sequence[str], cpu: str) -> None:
     module, inputs = built(model, size)
     first: float | None = None
-    for form in forms:
+    for form, precision in itertools.product(forms, precisions):
         started = time.perf_counter()
         try:
             stands = module if form == ORIGINAL else converted(module, inputs, form)
-            made = counted(stands, inputs, cpu)
+            made = counted(stands, inputs, cpu, precision)
         except AttnRewriteError as failed:
-            print(f"| {model} | {size} | {form} | unavailable: {first_line(failed)} | | | | |", flush=True)
+            why = f"unavailable: {first_line(failed)}"
+            print(f"| {model} | {size} | {form} | {precision} | {why} | | | | | |", flush=True)
             continue
         instructions = float(made.instructions or math.nan)
         first = first or instructions
         _, multiply_adds = cost(CompareModel(form, stands, inputs))
-        ratios = f"{instructions / first:.2f} | {LANES * instructions / multiply_adds:.2f}"
+        ratios = f"{instructions / first:.2f} | {LANES[precision] * instructions / multiply_adds:.2f}"
         cycles = "unavailable" if made.cycles is None else f"{made.cycles / 1e9:.3f}"
+        counts = f"{instructions / 1e9:.3f} | {ratios} | {cycles}"
         rest = f"{made.max_abs_error:.1e} | {time.perf_counter() - started:.0f}"
-        print(f"| {model} | {size} | {form} | {instructions / 1e9:.3f} | {ratios} | {cycles} | {rest} |", flush=True)
+        print(f"| {model} | {size} | {form} | {precision} | {counts} | {rest} |", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=["deit_tiny_patch16_224"], help="names in timm")
     parser.add_argument("--sizes", nargs="+", type=int, default=[224], help="rows and columns of the image")
     parser.add_argument("--forms", nargs="+", default=[ORIGINAL, "l1"], help="original, or l1, polynomial:rank=2, ...")
+    parser.add_argument("--precision", nargs="+", default=["fp32"], choices=LANES, help="what products are computed in")
     parser.add_argument("--cpu", default="cortex-a76")
     parser.add_argument("--peers", type=Path, help="a file with the counts of other runtimes")
     given = parser.parse_args(arguments)
@@ -90,15 +95,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise InputError("timm and torchvision are not installed (pip install 'attnrewrite[models]')")
     others = [] if given.peers is None else peers(given.peers)
     print(f"{given.cpu} emulated on {platform.machine()}, torch {version('torch')}, TVM {version('apache-tvm')}")
-    print(
-        "| model | size | form | G instructions | of the first form's | of the floor | G cycles | max error | seconds |"
-    )
-    print("|-|-|-|-|-|-|-|-|-|")
+    columns = ("model", "size", "form", "precision", "G instructions", "of the first row's", "of the floor")
+    columns = (*columns, "G cycles", "max error", "seconds")
+    print(f"| {' | '.join(columns)} |")
+    print("|-" * len(columns) + "|")
     for model in given.models:
         for size in given.sizes:
-            show(model, size, given.forms, given.cpu)
+            show(model, size, given.forms, given.precision, given.cpu)
     for name, billions in others:
-        print(f"| {given.models[0]} | {given.sizes[0]} | original in {name} | {billions:.3f} | | | | | |")
+        print(f"| {given.models[0]} | {given.sizes[0]} | original in {name} | | {billions:.3f} | | | | | |")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ class Artifact:
     `labels` are what it answers with, where that is not numbers. `processor` is what the code is for, in its compiler's
     words, and `runtime` what loads it: packages by version. `compression` is how its weights were made to take less,
     `measured` how the model and the artifact did on images that were given. `instructions` are those that an emulator
-    counted in one call on one thread, `cycles` what the processor's compiler estimates for them.
+    counted in one call on one thread, `cycles` what the processor's compiler estimates for them. `precision` is what
+    its products are computed in, where a target lets one choose.
     """
 
     model: str
@@ -71,6 +72,7 @@ class Artifact:
     runtime: Mapping[str, str] = field(default_factory=dict)
     instructions: int | None = None
     cycles: int | None = None
+    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -148,10 +150,20 @@ class Target:
         """A call that gives for one input what the module gives, as the artifact made of it does: see `has_answers`."""
         raise NotImplementedError
 
-    def require_answers(self) -> None:
-        """Do nothing where an artifact can be run on images here. Raises InputError where it cannot."""
-        if not self.has_answers:
+    def loses(self) -> Refusal | None:
+        """What an artifact loses beyond rounding, so that it must be measured on images; None where it is nothing."""
+        return None
+
+    def require_answers(self, data: object | None) -> None:
+        """Do nothing where there are `data` and an artifact can be run on them here, or none and it need not be.
+
+        Raises:
+            InputError: it cannot, or has to be.
+        """
+        if data is not None and not self.has_answers:
             raise self._lacks("data", [name for name, target in targets().items() if target.has_answers])
+        if data is None and (loss := self.loses()) is not None:
+            raise InputError(f"target {self.name!r} {loss}: give images to measure that on (--data)")
 
     def availability(self) -> Availability:
         """What this machine can do for the target. Cheap: it looks for packages and tools, and runs nothing."""
@@ -232,6 +244,7 @@ class Target:
         runtime: Mapping[str, str] | None = None,
         instructions: int | None = None,
         cycles: int | None = None,
+        precision: str | None = None,
     ) -> Artifact:
         """The record of what lies in `out` once it has been checked on `inputs`; it is written there, too."""
         made = Artifact(
@@ -254,6 +267,7 @@ class Target:
             runtime=runtime or {},
             instructions=instructions,
             cycles=cycles,
+            precision=precision,
         )
         return recorded(made, out)
 

@@ -16,6 +16,7 @@ from attnrewrite.cli.options import (
     ModelOptions,
     Original,
     OutputOptions,
+    Precision,
     RunOptions,
     SkipBad,
     SourceName,
@@ -148,6 +149,7 @@ def lower(
     samples: Annotated[int, typer.Option(min=1, help="So many of them, drawn at random.")] = 256,
     skip_bad: SkipBad = False,
     cpu: Cpu = None,
+    precision: Precision = None,
     system: Annotated[
         str | None,
         typer.Option(metavar="linux|android|ios", help="What it runs under, for arm-cpu.", show_default=False),
@@ -168,11 +170,10 @@ def lower(
     check_free(out, force=output.force)
     check_apart(out, _paths(source, model.checkpoint, labels, data))
     options: dict[str, Any] = {"layout": layout, "cpu": cpu, "system": system, "minimum_target": minimum_target}
-    options |= {"image_input": image_input or None, "labels": labels, "compress": compress}
+    options |= {"image_input": image_input or None, "labels": labels, "compress": compress, "precision": precision}
     chosen = get_target(target).configured(**options)
     chosen.require_build()
-    if data is not None:
-        chosen.require_answers()
+    chosen.require_answers(data)
     images = None if data is None else load_images(data, skip_bad).sample(samples, run.execution.seed)
     loaded = _load(source, model, run)
     if images is not None:
@@ -206,6 +207,7 @@ def compare(
     data: Annotated[str | None, typer.Option(help="Images, to compare the accuracy as well.")] = None,
     skip_bad: SkipBad = False,
     cpu: Cpu = None,
+    precision: Precision = None,
     rpc: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="A device to measure on, for arm-cpu: where TVM's RPC server listens."),
@@ -244,8 +246,8 @@ def compare(
         return _would(f"compare {', '.join(models)} on {', '.join(target)}", models=list(models), targets=target)
     with bars() as progress:
         found = api.compare(
-            models, targets=target, data=images, threads=run.execution.threads, cpu=cpu, rpc=rpc,
-            rpc_timeout=rpc_timeout, earlier=earlier, progress=progress,
+            models, targets=target, data=images, threads=run.execution.threads, cpu=cpu, precision=precision,
+            rpc=rpc, rpc_timeout=rpc_timeout, earlier=earlier, progress=progress,
         )  # fmt: skip
     with staged(out, force=output.force or resume) as folder:
         found.to_json(folder / "report.json")

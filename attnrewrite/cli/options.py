@@ -36,6 +36,12 @@ Cpu = Annotated[
     str | None,
     typer.Option(metavar="CORE", help="The core to build for, for arm-cpu.", show_default="cortex-a76"),
 ]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fp32|fp16|int8", help="What products are computed in, for host and arm-cpu.", show_default="fp32"
+    ),
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out damaged image files, and name them.")]
 
 

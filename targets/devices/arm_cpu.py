@@ -9,15 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError, Refusal, unknown_name
-from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Pricing, Run, Target
 from attnrewrite.targets.devices import over_rpc
-from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
+from attnrewrite.targets.devices.checked import agreed
+from attnrewrite.targets.prepare import arrays, in_float32, specialise
 from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.runners.cycles import estimated
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
+from attnrewrite.targets.tvm.schedules.precision import FP32, require
 from attnrewrite.targets.tvm.schedules.profile import arm_cores, profile, system_of, systems
 
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
@@ -31,7 +32,7 @@ class ArmCpu(Target):
 
     `cpu` is one of the ARM cores of profiles.toml, `system` one of its systems (None: the core's usual one). `rpc` is
     the address of a device to measure on, "host:port", which may take `rpc_timeout` seconds for a model. The emulated
-    run of two calls may take `emulation_s` seconds.
+    run of two calls may take `emulation_s` seconds. Products are computed in `precision`, one of profiles.toml.
     """
 
     cpu: str = "cortex-a76"
@@ -39,6 +40,7 @@ class ArmCpu(Target):
     rpc: str | None = None
     rpc_timeout: float = over_rpc.TIMEOUT_S
     emulation_s: float = 240.0
+    precision: str = FP32
 
     name = "arm-cpu"
     summary = "64-bit ARM under Linux or Android: TVM (LLVM), cross-compiled"
@@ -48,6 +50,7 @@ class ArmCpu(Target):
             raise unknown_name("ARM processor", self.cpu, arm_cores())
         if self.system is not None and self.system not in systems():
             raise unknown_name("system", self.system, systems())
+        require(self.precision, self.cpu)
         over_rpc.device(self.rpc, self.rpc_timeout)
         if self.emulation_s <= 0:
             raise InputError(f"emulation_s {self.emulation_s!r} must be a number of seconds above zero")
@@ -69,12 +72,11 @@ class ArmCpu(Target):
                 raise Unavailable(f"it is for {system}, which is not emulated here")
             ran, how = qemu.execute(library, arrays(wide.inputs), packages, self.emulation_s), "ran under qemu-aarch64"
         except Unavailable as reason:
-            host = tvm_compat.build_for_cpu(program, "host")
+            host = tvm_compat.build_for_cpu(program, "host", precision=self.precision)
             found = tvm_compat.bind(host.executable, wide.inputs, threads)()
             ran, how = qemu.Executed(found), f"{ON_HOST}: {reason}"
         cycles, counting = self._cycles(ran)
-        expected = reference(wide.module, wide.inputs)
-        agreement = check.agree(f"{name} for {self.name}", ran.outputs, expected, check.FLOAT32)
+        agreement = agreed(f"{name} for {self.name}", ran.outputs, wide, self.precision)
         return self.artifact(
             name,
             out,
@@ -89,6 +91,7 @@ class ArmCpu(Target):
             cycles=cycles,
             processor=made.processor,
             runtime=packages.versions,
+            precision=self.precision,
         )
 
     def _built(self, program: Any, out: Path) -> tuple[Path, tvm_compat.Scheduled, tuple[str, ...]]:
@@ -97,11 +100,13 @@ class ArmCpu(Target):
             note = f"object files: link them to a library with the compiler for {system}"
         elif shutil.which(qemu.CROSS_COMPILER):
             library = out / "model.so"
-            made = tvm_compat.library_for_cpu(program, self.cpu, library, qemu.CROSS_COMPILER, self.system)
+            made = tvm_compat.library_for_cpu(
+                program, self.cpu, library, qemu.CROSS_COMPILER, self.system, self.precision
+            )
             return library, made, ()
         else:
             note = f"object files instead of a library: {qemu.CROSS_COMPILER} is not installed to link them"
-        made = tvm_compat.build_for_cpu(program, self.cpu, self.system)
+        made = tvm_compat.build_for_cpu(program, self.cpu, self.system, self.precision)
         return tvm_compat.export_objects(made.executable, out / "model.tar"), made, (note,)
 
     def _cycles(self, ran: qemu.Executed) -> tuple[int | None, tuple[str, ...]]:
@@ -144,4 +149,4 @@ class ArmCpu(Target):
             library, made, notes = self._built(import_program(specialise(wide.module, wide.inputs)), folder)
             return library, (f"schedule: {made.schedule}", *notes, *wide.notes)
 
-        return (over_rpc.run(name, wide, build, device, threads),)
+        return (over_rpc.run(name, wide, build, device, threads, self.precision),)

@@ -3,35 +3,40 @@
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from attnrewrite.errors import AttnRewriteError, Refusal
-from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
 from attnrewrite.targets.devices import over_rpc
-from attnrewrite.targets.prepare import Prepared, arrays, in_float32, reference, specialise
+from attnrewrite.targets.devices.checked import agreed
+from attnrewrite.targets.prepare import Prepared, arrays, in_float32, specialise
 from attnrewrite.targets.runners import onnx_runtime
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
 from attnrewrite.targets.tvm.rpc import Device
+from attnrewrite.targets.tvm.schedules.precision import FP32, require
 
 
 @dataclass(frozen=True)
 class Host(Target):
     """This machine's processor; and that of another machine of its kind, at the address `rpc`, "host:port", which may
-    take `rpc_timeout` seconds for a model.
+    take `rpc_timeout` seconds for a model. TVM computes products in `precision`, one of profiles.toml.
     """
 
     rpc: str | None = None
     rpc_timeout: float = over_rpc.TIMEOUT_S
+    precision: str = FP32
 
     name = "host"
     summary = "this machine's processor: TVM (LLVM), beside torch eager and onnxruntime"
 
     def __post_init__(self) -> None:
+        if self.precision != FP32 and tvm_compat.why_missing() is None:  # it is LLVM that knows what this processor has
+            require(self.precision, "host")
         over_rpc.device(self.rpc, self.rpc_timeout)
 
     def availability(self) -> Availability:
@@ -42,9 +47,9 @@ class Host(Target):
     ) -> Artifact:
         self.require_build()
         wide = in_float32(module, example_inputs)
-        library, made = _link(wide.module, wide.inputs, out)
+        library, made = _link(wide.module, wide.inputs, out, self.precision)
         found = tvm_compat.bind(library, wide.inputs, threads)()
-        agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
+        agreement = agreed(f"{name} for {self.name}", found, wide, self.precision)
         return self.artifact(
             name,
             out,
@@ -57,27 +62,42 @@ class Host(Target):
             operators=made.operators,
             processor=made.processor,
             runtime=tvm_compat.runtime_packages().versions,
+            precision=self.precision,
         )
 
     def runs(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], *, threads: int
     ) -> tuple[Run, ...]:
         wide = in_float32(module, example_inputs)
-        expected = reference(wide.module, wide.inputs)
         runs = []
-        for runtime, (prepare, notes) in _RUNTIMES.items():
+        ours = f"schedule: {tvm_compat.CPU_SCHEDULE}, products in {self.precision}"
+        runtimes: dict[str, Runtime] = {
+            **_OTHERS,
+            "tvm": (partial(_tvm, precision=self.precision), (ours,), self.precision),
+        }
+        for runtime, (prepare, notes, precision) in runtimes.items():
             try:
                 call, size_bytes = prepare(wide.module, wide.inputs, threads)
-                agreement = check.agree(f"{name} in {runtime}", arrays(call()), expected, check.FLOAT32)
+                agreement = agreed(f"{name} in {runtime}", arrays(call()), wide, precision)
                 note = "; ".join(notes + wide.notes)
                 runs.append(Run(runtime, call, agreement.max_abs_error, size_bytes, None, note))
             except AttnRewriteError as error:
                 runs.append(Run.refused(runtime, Refusal("failed", str(error))))
         device = over_rpc.device(self.rpc, self.rpc_timeout)
-        return tuple(runs) if device is None else (*runs, _elsewhere(name, wide, device, threads))
+        return tuple(runs) if device is None else (*runs, self._elsewhere(name, wide, device, threads))
+
+    def _elsewhere(self, name: str, wide: Prepared, device: Device, threads: int) -> Run:
+        """The module on a device with a processor like ours."""
+
+        def build(folder: Path) -> tuple[Path, tuple[str, ...]]:
+            library, made = _link(wide.module, wide.inputs, folder, self.precision)
+            return library, (f"schedule: {made.schedule}", *wide.notes)
+
+        return over_rpc.run(name, wide, build, device, threads, self.precision)
 
 
 Called = tuple[Callable[[], object], int]
+Runtime = tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Called], tuple[str, ...], str]
 
 
 def _eager(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Called:
@@ -91,32 +111,23 @@ def _eager(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Calle
     return call, sum(sizes.values())
 
 
-def _tvm(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Called:
+def _tvm(module: nn.Module, inputs: tuple[Tensor, ...], threads: int, *, precision: str) -> Called:
     Host().require_build()
     with tempfile.TemporaryDirectory() as folder:
-        library, _ = _link(module, inputs, Path(folder))
+        library, _ = _link(module, inputs, Path(folder), precision)
         return tvm_compat.bind(library, inputs, threads), library.stat().st_size
 
 
-def _elsewhere(name: str, wide: Prepared, device: Device, threads: int) -> Run:
-    """The module on a device with a processor like ours."""
-
-    def build(folder: Path) -> tuple[Path, tuple[str, ...]]:
-        library, made = _link(wide.module, wide.inputs, folder)
-        return library, (f"schedule: {made.schedule}", *wide.notes)
-
-    return over_rpc.run(name, wide, build, device, threads)
-
-
-def _link(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path) -> tuple[Path, tvm_compat.Scheduled]:
+def _link(
+    module: nn.Module, inputs: tuple[Tensor, ...], folder: Path, precision: str
+) -> tuple[Path, tvm_compat.Scheduled]:
     """The module compiled for this processor, as a shared library in `folder`."""
     program, library = import_program(specialise(module, inputs)), folder / "model.so"
-    return library, tvm_compat.library_for_cpu(program, "host", library, tvm_compat.host_linker())
+    return library, tvm_compat.library_for_cpu(program, "host", library, tvm_compat.host_linker(), precision=precision)
 
 
-# Each runtime's way to prepare a call, and what to know about the result.
-_RUNTIMES: dict[str, tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Called], tuple[str, ...]]] = {
-    "torch eager": (_eager, ()),
-    "onnxruntime": (onnx_runtime.prepare, ()),
-    "tvm": (_tvm, (f"schedule: {tvm_compat.CPU_SCHEDULE}",)),
+# What users compare with: each runtime's way to prepare a call, what to know about the result, and its precision.
+_OTHERS: dict[str, Runtime] = {
+    "torch eager": (_eager, (), FP32),
+    "onnxruntime": (onnx_runtime.prepare, (), FP32),
 }

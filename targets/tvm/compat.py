@@ -26,7 +26,9 @@ from attnrewrite.errors import CheckFailedError, InputError, Refusal, first_line
 from attnrewrite.targets.prepare import arrays
 from attnrewrite.targets.record import Decision
 from attnrewrite.targets.runners.qemu import LIBRARIES, Packages
+from attnrewrite.targets.tvm.schedules.precision import FP32
 from attnrewrite.targets.tvm.schedules.profile import profile as cpu_profile
+from attnrewrite.targets.tvm.schedules.profile import stored_for
 
 CPU_SCHEDULE = "attnrewrite CPU schedules"
 DEFAULT_SCHEDULE = "TVM's default pipeline"
@@ -72,17 +74,19 @@ class Scheduled:
     processor: Mapping[str, Any]
 
 
-def build_for_cpu(relax_module: Any, core: str, system: str | None = None) -> Scheduled:
+def build_for_cpu(relax_module: Any, core: str, system: str | None = None, precision: str = FP32) -> Scheduled:
     """Compile a Relax module with our schedules for a processor: a name in profiles.toml, or `host`; and for a system
-    of profiles.toml, where that is not the processor's usual one.
+    of profiles.toml, where that is not the processor's usual one. `precision` is what its products are computed in.
 
     InputError for an unknown name, with the nearest.
     """
-    made, _ = _compiled(relax_module, core, system, lambda module: (module, ()))
+    made, _ = _compiled(relax_module, core, system, precision, lambda module: (module, ()))
     return made
 
 
-def library_for_cpu(relax_module: Any, core: str, path: Path, compiler: str, system: str | None = None) -> Scheduled:
+def library_for_cpu(
+    relax_module: Any, core: str, path: Path, compiler: str, system: str | None = None, precision: str = FP32
+) -> Scheduled:
     """As `build_for_cpu`, linked to the shared library `path` with the C++ compiler `compiler`. Weights lie in the
     library's own pages, where it is in a format that we know to put them in (ELF).
 
@@ -93,7 +97,7 @@ def library_for_cpu(relax_module: Any, core: str, path: Path, compiler: str, sys
     from attnrewrite.targets.tvm.weights_object import compiled
 
     if sys.platform == "darwin":
-        made = build_for_cpu(relax_module, core, system)
+        made = build_for_cpu(relax_module, core, system, precision)
         export_library(made.executable, path, compiler)
         return made
 
@@ -101,7 +105,7 @@ def library_for_cpu(relax_module: Any, core: str, path: Path, compiler: str, sys
         found = weights.apart(module)
         return found.module, found.weights
 
-    made, held = _compiled(relax_module, core, system, apart)
+    made, held = _compiled(relax_module, core, system, precision, apart)
     with tempfile.TemporaryDirectory() as folder:
         parts = [compiled(held, compiler, runtime_packages().headers, Path(folder) / "weights.o")] if held else []
         export_library(made.executable, path, compiler, parts)
@@ -109,20 +113,24 @@ def library_for_cpu(relax_module: Any, core: str, path: Path, compiler: str, sys
 
 
 def _compiled(
-    relax_module: Any, core: str, system: str | None, apart: Callable[[Any], tuple[Any, Sequence[np.ndarray]]]
+    relax_module: Any,
+    core: str,
+    system: str | None,
+    precision: str,
+    apart: Callable[[Any], tuple[Any, Sequence[np.ndarray]]],
 ) -> tuple[Scheduled, Sequence[np.ndarray]]:
     """A module with our schedules compiled, and the weights that `apart` took out of it."""
     from attnrewrite.targets.tvm.schedules.cpu import pipeline
 
     _require_llvm()
-    processor = cpu_profile(core).under(system)
+    processor = cpu_profile(core).under(system).storing(stored_for(precision))
     try:
         scheduled = pipeline.schedule(relax_module, processor)
         module, held = apart(scheduled.module)
         executable = pipeline.build(module, processor)
     except Exception as error:
         raise CheckFailedError(f"TVM cannot compile the module for {core}: {first_line(error)}") from error
-    schedule = f"{CPU_SCHEDULE} for {processor.description}"
+    schedule = f"{CPU_SCHEDULE} for {processor.description}, products in {precision}"
     return Scheduled(executable, schedule, scheduled.decisions, processor.words), held
 
 

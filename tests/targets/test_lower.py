@@ -128,7 +128,7 @@ def test_the_host_runs_the_model_in_three_runtimes() -> None:
     model, inputs = tiny_vit("l1", depth=1)
     runs = get_target("host").runs("l1", model, inputs, threads=1)
     assert [run.runtime for run in runs] == ["torch eager", "onnxruntime", "tvm"]
-    assert runs[-1].note == "schedule: attnrewrite CPU schedules"
+    assert runs[-1].note == "schedule: attnrewrite CPU schedules, products in fp32"
     expected = model(*inputs).numpy()
     for run in runs:
         assert run.call is not None, run.reason
@@ -211,6 +211,8 @@ def test_the_layout_for_the_engine_takes_away_transposes_and_the_exporters_is_to
         ("arm-cpu", {"cpu": "cortex-a77"}, "unknown ARM processor 'cortex-a77': did you mean 'cortex-a7"),
         ("arm-cpu", {"cpu": "haswell"}, "unknown ARM processor 'haswell': known are apple-a14, "),
         ("arm-cpu", {"system": "androids"}, "unknown system 'androids': did you mean 'android'"),
+        ("gpu", {"precision": "int8"}, "target 'gpu' has no --precision: leave it out, or lower for host or arm-cpu"),
+        ("arm-cpu", {"precision": "int16"}, "unknown precision 'int16': did you mean 'int8'"),
     ],
 )
 def test_options_that_a_target_has_not(name: str, options: dict[str, str], why: str, tmp_path: Path) -> None:

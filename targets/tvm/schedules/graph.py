@@ -8,12 +8,12 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from attnrewrite.targets.tvm.schedules.profile import FLOAT32
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguous
 
 # A cast from float32 to itself moves nothing, and so does none of the others in memory.
 RESHAPES = ("relax.reshape", "relax.squeeze", "relax.expand_dims", "relax.flatten", "relax.astype")
 MOVEMENT = (*RESHAPES, "relax.permute_dims", "relax.broadcast_to", "relax.strided_slice")
-FLOAT32 = "float32"
 
 
 class Graph:

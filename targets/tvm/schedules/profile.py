@@ -10,6 +10,8 @@ from typing import Any
 from attnrewrite.errors import unknown_name
 
 HOST = "host"
+FLOAT32, FLOAT16 = "float32", "float16"
+SIZES = {FLOAT32: 4, FLOAT16: 2}  # bytes
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Profile:
     """A processor core. `lanes` are the float32 of a vector register, `registers` how many of those there are.
 
     `by_lane`: a multiply-add takes its multiplier from any lane of a register (NEON); elsewhere it is broadcast from
-    memory. `tiles` are for products, the widest first. Caches in bytes.
+    memory. `tiles` are for products, the widest first. Caches in bytes. `stored` is the type of what kernels leave for
+    others, of the weights of products, and of products.
     """
 
     name: str
@@ -36,12 +39,28 @@ class Profile:
     tiles: tuple[Tile, ...]
     l1: int
     l2: int
+    stored: str = FLOAT32
 
     @property
     def description(self) -> str:
         """The processor's name and what its vectors hold."""
         name = f"{self.name} ({self.target['mcpu']})" if self.name == HOST else self.name
-        return f"{name}, {self.lanes} float32 a vector"
+        return f"{name}, {self.stored_lanes} {self.stored} a vector"
+
+    @property
+    def stored_lanes(self) -> int:
+        """The numbers of the stored type in a vector register."""
+        return self.lanes * SIZES[FLOAT32] // SIZES[self.stored]
+
+    def storing(self, dtype: str) -> "Profile":
+        """The same core for kernels that store and multiply numbers of a type: tiles of as many vectors."""
+        tiles = tuple(Tile(tile.rows, tile.columns * SIZES[self.stored] // SIZES[dtype]) for tile in self.tiles)
+        return replace(self, stored=dtype, tiles=tiles)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The instructions that it has beyond its architecture's own, in LLVM's words."""
+        return frozenset(feature[1:] for feature in self.target.get("mattr", ()) if feature.startswith("+"))
 
     def under(self, system: str | None) -> "Profile":
         """The same core under another system: one of `systems()`; None for the one that it has."""
@@ -56,7 +75,7 @@ class Profile:
         return {**self.target, "mattr": mattr}
 
     def __hash__(self) -> int:
-        return hash((self.name, self.lanes, self.tiles))
+        return hash((self.name, self.lanes, self.tiles, self.stored))
 
 
 @cache
@@ -83,6 +102,21 @@ def systems() -> dict[str, str]:
 def system_of(core: str) -> str:
     """The system that an ARM core is usually found under."""
     return next(name for name, triple in systems().items() if triple == _tables()["cpu"][core]["mtriple"])
+
+
+def precisions() -> tuple[str, ...]:
+    """The names of the precisions that products are computed in."""
+    return tuple(_tables()["precision"])
+
+
+def features_for(precision: str) -> tuple[str, ...]:
+    """The features of which a processor must have one to compute in a precision; none where all do."""
+    return tuple(_tables()["precision"][precision]["any_of"])
+
+
+def stored_for(precision: str) -> str:
+    """The type of what is stored and multiplied in a precision."""
+    return str(_tables()["precision"][precision]["stored"])
 
 
 def profile(name: str) -> Profile:

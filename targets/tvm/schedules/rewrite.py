@@ -10,10 +10,9 @@ from tvm import relax
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.record import Decision
 from attnrewrite.targets.tvm.schedules.graph import Graph, is_float, multiply_adds, shape, variables
-from attnrewrite.targets.tvm.schedules.profile import Profile
-from attnrewrite.targets.tvm.schedules.rule import Call, Function, Kernel, Rule, Step, Temporary
+from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile
+from attnrewrite.targets.tvm.schedules.rule import Argument, Call, Function, Kernel, Rule, Step, Temporary
 from attnrewrite.targets.tvm.schedules.spelling import written_out
-from attnrewrite.targets.tvm.schedules.view import Shape
 
 FALLBACK = "TVM's default"
 # What a rule says when the value is simply not of its kind; any other reason is worth telling.
@@ -56,7 +55,7 @@ def rewrite(module: Any, rules: Sequence[Rule], profile: Profile) -> Scheduled:
                 found.append(_Found(var, FALLBACK, str(outcome), (var,)))
             needed.update(variables(binding.value))
     kept = [binding for binding in graph.block.bindings if binding.var in needed]
-    return Scheduled(_Builder(module, graph, profile).build(kept, kernels), _decisions(graph, found[::-1]))
+    return Scheduled(_Builder(module, graph, kept, kernels, profile).build(), _decisions(graph, found[::-1]))
 
 
 def _unreadable(module: Any) -> Refusal | None:
@@ -102,18 +101,26 @@ def _computes_only_this(call: Call, operand: Any) -> bool:
 
 
 class _Builder:
-    """Builds the new module. Equal functions on tensors of equal shapes are one."""
+    """Builds the new module. Equal functions on tensors of equal shapes are one.
 
-    def __init__(self, module: Any, graph: Graph, profile: Profile) -> None:
-        self.module, self.graph, self.profile = module, graph, profile
+    What only kernels read is of the type that the processor stores; everything else stays of float32.
+    """
+
+    def __init__(
+        self, module: Any, graph: Graph, kept: Sequence[Any], kernels: dict[Any, Kernel], profile: Profile
+    ) -> None:
+        self.module, self.graph, self.kept, self.kernels, self.profile = module, graph, kept, kernels, profile
         self.builder = relax.BlockBuilder(module)
-        self.functions: dict[tuple[Function, tuple[Shape, ...]], Any] = {}
+        self.functions: dict[tuple[Function, tuple[Argument, ...]], Any] = {}
+        left = [binding.value for binding in kept if binding.var not in kernels]
+        self.elsewhere = {var for value in (*left, graph.main.body.body) for var in variables(value)}
+        self.written: dict[Any, Any] = {}
 
-    def build(self, kept: Sequence[Any], kernels: dict[Any, Kernel]) -> Any:
+    def build(self) -> Any:
         bindings: list[Any] = []
-        for binding in kept:
-            if binding.var in kernels:
-                bindings += self.calls(binding.var, kernels[binding.var])
+        for binding in self.kept:
+            if binding.var in self.kernels:
+                bindings += self.calls(binding.var, self.kernels[binding.var])
             else:
                 bindings.append(binding)
         main = self.graph.main
@@ -127,23 +134,26 @@ class _Builder:
         made: list[Any] = []
         for step in kernel.steps:
             arguments = [self.argument(base, made) for base in step.arguments]
-            call = self.call(step, arguments)
             last = step is kernel.steps[-1]
-            made.append(relax.VarBinding(var if last else relax.DataflowVar(step.function.name, call.ty), call))
+            elsewhere = last and var in self.elsewhere
+            call = self.call(step, arguments, FLOAT32 if elsewhere else self.profile.stored)
+            name = str(var.name) if last else step.function.name
+            made.append(relax.VarBinding(var if elsewhere else relax.DataflowVar(name, call.ty), call))
+        self.written[var] = made[-1].var
         return made
 
     def argument(self, base: Any, made: Sequence[Any]) -> Any:
         if isinstance(base, Temporary):
             return made[base.step].var
-        return relax.const(np.ascontiguousarray(base)) if isinstance(base, np.ndarray) else base
+        return relax.const(np.ascontiguousarray(base)) if isinstance(base, np.ndarray) else self.written.get(base, base)
 
-    def call(self, step: Step, arguments: Sequence[Any]) -> Any:
-        shapes = (*map(shape, arguments), step.shape)
-        key = (step.function, shapes)
+    def call(self, step: Step, arguments: Sequence[Any], dtype: str) -> Any:
+        read = (Argument(shape(argument), str(argument.ty.dtype)) for argument in arguments)
+        key = (step.function, (*read, Argument(step.shape, dtype)))
         if key not in self.functions:
-            function = step.function.build(shapes, self.profile)
+            function = step.function.build(key[1], self.profile)
             self.functions[key] = self.builder.add_func(function, step.function.name)
-        out = relax.TensorType(step.shape, "float32")
+        out = relax.TensorType(step.shape, dtype)
         return self.builder.normalize(relax.call_tir(self.functions[key], relax.Tuple(list(arguments)), out_ty=out))
 
 

@@ -23,14 +23,22 @@ class Call:
     operator: str
 
 
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that a function reads or writes."""
+
+    shape: Shape
+    dtype: str
+
+
 class Function(Protocol):
     """The description of a function of loops, hashable."""
 
     @property
     def name(self) -> str: ...
 
-    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
-        """The function as TIR, for arguments of `shapes`: what it reads, then what it writes."""
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
+        """The function as TIR: `arguments` are what it reads, then what it writes."""
 
 
 @dataclass(frozen=True)

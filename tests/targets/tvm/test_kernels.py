@@ -3,8 +3,6 @@
 A case is a Relax function of one operator and what follows it, scheduled, compiled and run; its reference is numpy's.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,49 +13,18 @@ from hypothesis import strategies as st
 tvm = pytest.importorskip("tvm")
 
 # ruff: noqa: E402
+from scheduled import HOST, Shape, erf, scheduled, softmax, values, wide
 from tvm import relax
 
 from attnrewrite.targets.agreement import FLOAT32
-from attnrewrite.targets.tvm.schedules.cpu import (
-    pipeline,
-    vectors,
-)
+from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
 from attnrewrite.targets.tvm.schedules.profile import Profile, profile
+from attnrewrite.targets.tvm.schedules.rule import Argument
 
 DRAWN = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-HOST = profile("host")
 # The widths, tiles and lanes of other instruction sets, compiled for this machine.
 PROCESSORS = [HOST, *(replace(profile(name), target=HOST.target) for name in ("cortex-a76", "haswell"))]
-Shape = tuple[int, ...]
-
-
-def values(*shapes: Shape, scale: float = 1.0) -> list[np.ndarray]:
-    generator = np.random.default_rng(sum(map(sum, shapes)))
-    return [(scale * generator.standard_normal(shape)).astype(np.float32) for shape in shapes]
-
-
-def scheduled(
-    inputs: list[np.ndarray],
-    body: Callable[..., object],
-    weights: list[np.ndarray] | None = None,
-    processor: Profile = HOST,
-) -> tuple[list[str], Callable[[], np.ndarray]]:
-    """The rules that took the values of `body`(inputs..., weights...), and a call of what was compiled."""
-    builder = relax.BlockBuilder()
-    parameters = [relax.Var(f"x{i}", relax.TensorType(x.shape, "float32")) for i, x in enumerate(inputs)]
-    with builder.function("main", parameters):
-        with builder.dataflow():
-            found = builder.emit(body(*parameters, *map(relax.const, weights or [])))
-            result = builder.emit_output(found)
-        builder.emit_func_output(result)
-    made = pipeline.schedule(builder.get(), processor)
-    machine = relax.VirtualMachine(pipeline.build(made.module, processor), tvm.cpu())
-    return [each.rule for each in made.decisions], lambda: machine["main"](*map(tvm.runtime.tensor, inputs)).numpy()
-
-
-def wide(*arrays: np.ndarray) -> list[np.ndarray]:
-    return [array.astype(np.float64) for array in arrays]
 
 
 def close(found: np.ndarray, expected: np.ndarray, scale: float | None = None) -> None:
@@ -66,15 +33,6 @@ def close(found: np.ndarray, expected: np.ndarray, scale: float | None = None) -
     largest = np.abs(expected).max(initial=0.0) if scale is None else scale
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32 * largest + np.finfo(np.float32).tiny)
-
-
-def erf(x: np.ndarray) -> np.ndarray:
-    return np.vectorize(math.erf)(x)
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    powers = np.exp(x - x.max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True)
 
 
 sizes = st.integers(1, 70)
@@ -408,7 +366,7 @@ def test_functions_are_within_few_units_in_the_last_place(name: str, low: float,
             value = getattr(vectors, name)(vectors.name(vectors.load(read, index * lanes, lanes)))
             vectors.store(written, index * lanes, value, lanes)
 
-    kernel = function([x.shape, x.shape], body).with_attr("global_symbol", "main")
+    kernel = function([Argument(x.shape, "float32")] * 2, body).with_attr("global_symbol", "main")
     run = tvm.compile(tvm.IRModule({"main": kernel}), target=tvm.target.Target(dict(HOST.target)))["main"]
     found = tvm.runtime.tensor(np.zeros_like(x))
     run(tvm.runtime.tensor(x), found)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import copying
-from attnrewrite.targets.tvm.schedules.cpu.packing import Pack, packed
+from attnrewrite.targets.tvm.schedules.cpu.packing import Pack, packed, rounded
 from attnrewrite.targets.tvm.schedules.cpu.product import Product
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, best_tile, panel_shape, panels
 from attnrewrite.targets.tvm.schedules.expression import (
@@ -25,7 +25,7 @@ from attnrewrite.targets.tvm.schedules.expression import (
     substituted,
 )
 from attnrewrite.targets.tvm.schedules.graph import strided
-from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
 from attnrewrite.targets.tvm.schedules.rule import Function, Kernel, Step, Temporary
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguous
 
@@ -54,10 +54,13 @@ class Assembly:
         filled = copying(arguments.loading(value), space)
         return View(self.add(filled, arguments.bases, space), contiguous(space))
 
-    def pack(self, value: Expression, batch: Shape, columns: int, depth: int, width: int, into: Arguments) -> Panels:
+    def pack(
+        self, value: Expression, batch: Shape, columns: int, depth: int, tile: Tile, into: Arguments, profile: Profile
+    ) -> Panels:
         """A right operand over [batch..., depth, columns] as panels; those of a constant are made now."""
+        width = tile.columns
         if isinstance(value, Leaf) and isinstance(value.view.base, np.ndarray):
-            array = packed(strided(value.view.base, value.view.layout), width)
+            array = packed(rounded(strided(value.view.base, value.view.layout), profile.stored), width)
             return panels(into.number(array), batch, depth, columns, width)
         read = Arguments()
         function = Pack(batch, depth, columns, width, read.loading(value))
@@ -77,7 +80,7 @@ class Assembly:
         """Add out = epilogue(left right), operands over [batch..., rows, depth] and [batch..., depth, columns]."""
         batch, columns, lead = out.shape[:-2], out.shape[-1], len(out.shape) - 2
         arguments = Arguments()
-        first = arguments.load(self.view(left, (*out.shape[:-1], depth)))
+        first = arguments.load(_multiplied(self.view(left, (*out.shape[:-1], depth)), profile))
         after = arguments.loading(epilogue)
         if is_shared(right, lead):
             # One right operand for the whole batch: whose rows are then rows of a single product, where strides allow.
@@ -90,13 +93,18 @@ class Assembly:
         if isinstance(right, Leaf) and has_rows(right.view):
             second = arguments.load(right.view)
         else:
-            second = self.pack(right, batch, columns, depth, tile.columns, arguments)
+            second = self.pack(right, batch, columns, depth, tile, arguments, profile)
         if batch:
             layouts, after = joined([first.layout, second.layout, out], after, lead)
             first, second = replace(first, layout=layouts[0]), replace(second, layout=layouts[1])
             out = layouts[2]
         product = Product(depth, first, second, out, after, tile, row_axes)
         return self.add(product, arguments.bases, written)
+
+
+def _multiplied(view: View, profile: Profile) -> View:
+    """An operand that is read as it lies, a constant in the type of products."""
+    return replace(view, base=rounded(view.base, profile.stored)) if isinstance(view.base, np.ndarray) else view
 
 
 def is_shared(value: Expression, lead: int) -> bool:

@@ -29,8 +29,8 @@ from attnrewrite.targets.tvm.schedules.cpu.rows import NEGLIGIBLE, fold, total
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, Load, factored
 from attnrewrite.targets.tvm.schedules.graph import shape
-from attnrewrite.targets.tvm.schedules.profile import Profile
-from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
+from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile
+from attnrewrite.targets.tvm.schedules.rule import Argument, Call, Kernel, Rule
 from attnrewrite.targets.tvm.schedules.trace import operand, scaled_view, trace
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View
 
@@ -57,8 +57,8 @@ class Attention:
     block: int
     name: str = "attention"
 
-    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
-        return function(shapes, lambda *buffers: _Writer(self, buffers, profile).write())
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
+        return function(arguments, lambda *buffers: _Writer(self, buffers, profile).write())
 
 
 class _Writer:
@@ -82,7 +82,7 @@ class _Writer:
             with steps(self.blocks) as block:
                 self.score(z, query, block, scores)
                 state.take(scores)
-                state.sum_values(z, block, scores)
+                state.sum_values(z, block)
             state.finish(z, query)
 
     def score(self, z: Sequence[Position], query: Position, block: Position, scores: Any) -> None:
@@ -100,8 +100,7 @@ class _Writer:
             tirx.min(attention.block, self.panels - block * attention.block) if self.blocks > 1 else self.panels
         ) as step:
             panel = block * attention.block + step
-            tile = RegisterTile(self.rows, self.width, self.lanes)
-            tile.clear()
+            tile = RegisterTile(self.rows, self.width, self.profile)
             tile.multiply(
                 self.depth,
                 lambda i, k, n: self.read(attention.query, (*z, query + i, k), n),
@@ -125,7 +124,7 @@ class _Writer:
                 when(panel < self.panels - 1, lambda: keep(self.width), lambda: keep(rest))
 
     def read(self, load: Load | Panels, index: Sequence[Position], lanes: int) -> Value:
-        return vectors.load(self.buffers[load.argument], address(load.layout, index), lanes)
+        return vectors.load(self.buffers[load.argument], address(load.layout, index), lanes, dtype=self.profile.stored)
 
 
 class _State:
@@ -150,7 +149,10 @@ class _State:
             )
 
     def take(self, scores: Any) -> None:
-        """Turn a block's scores into exponentials, relative to the largest score yet."""
+        """Turn a block's scores into exponentials, relative to the largest score yet, in the type of products."""
+        self.powers = scores
+        if self.writer.profile.stored != FLOAT32:
+            self.powers = scratch(self.writer.rows * self.writer.length, self.writer.profile.stored)
         length, lanes = self.writer.length, self.writer.lanes
         with steps(self.writer.rows) as row:
             begin = row * length
@@ -163,7 +165,7 @@ class _State:
             def raised(_: list[Position], at: Position, n: int) -> Value:
                 value = vectors.name(vectors.load(scores, begin + at, n) - vectors.splat(largest, n))
                 power = vectors.falling_exp(value, NEGLIGIBLE)
-                vectors.store(scores, begin + at, power, n)
+                vectors.store(self.powers, begin + at, power, n)
                 return power
 
             sum_ = total((length,), lanes, raised)
@@ -174,9 +176,8 @@ class _State:
                 sum_ = self.total[row] * decay + sum_
             vectors.store(self.total, row, sum_, 1)
 
-    def sum_values(self, z: Sequence[Position], block: Position, scores: Any) -> None:
+    def sum_values(self, z: Sequence[Position], block: Position) -> None:
         """Add a block's values, each times its exponential; with a single block, that is left to `finish`."""
-        self.scores = scores
         if not self.several:
             return
         writer = self.writer
@@ -226,11 +227,10 @@ class _State:
     def part(self, z: Sequence[Position], channel: Position, wide: int, key: Any, depth: int, keep: Any) -> None:
         """The product for `wide` channels from `channel` on. No two parts share a channel, as sums are added to."""
         writer = self.writer
-        tile = RegisterTile(writer.rows, wide, writer.lanes)
-        tile.clear()
+        tile = RegisterTile(writer.rows, wide, writer.profile)
         tile.multiply(
             depth,
-            lambda i, k, n: vectors.load(self.scores, i * writer.length + k, n),
+            lambda i, k, n: vectors.load(self.powers, i * writer.length + k, n, dtype=writer.profile.stored),
             lambda k, begin, n: writer.read(writer.attention.value, (*z, key(k), channel + begin), n),
             writer.profile.by_lane,
         )
@@ -267,7 +267,7 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     query_load = arguments.load(_over(query, (*batch, queries, depth)).view)
     score_tile, value_tile = best_tiles(profile, queries, (keys, depth), (channels, keys))
     panels = assembly.pack(
-        expanded(packed, (*batch, depth, keys)), tuple(batch), keys, depth, score_tile.columns, arguments
+        expanded(packed, (*batch, depth, keys)), tuple(batch), keys, depth, score_tile, arguments, profile
     )
     rows_of_values = _rows(assembly, expanded(value.expression, (*batch, keys, channels)), (*batch, keys, channels))
     value_load = arguments.load(rows_of_values)

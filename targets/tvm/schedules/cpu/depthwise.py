@@ -18,6 +18,7 @@ from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value
 from attnrewrite.targets.tvm.schedules.cpu.windows import Windows
 from attnrewrite.targets.tvm.schedules.expression import Expression, Load, moved
 from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape
 
 AT_ONCE = 2  # vectors of sums side by side
@@ -39,8 +40,8 @@ class Depthwise:
     epilogue: Expression
     name: str = "depthwise"
 
-    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
-        return function(shapes, lambda *buffers: _Writer(self, buffers, profile.lanes).write())
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
+        return function(arguments, lambda *buffers: _Writer(self, buffers, profile.lanes).write())
 
 
 class _Writer:

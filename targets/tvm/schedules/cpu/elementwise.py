@@ -20,7 +20,7 @@ from attnrewrite.targets.tvm.schedules.expression import (
 )
 from attnrewrite.targets.tvm.schedules.graph import is_float, same, shape
 from attnrewrite.targets.tvm.schedules.profile import Profile
-from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule, Step
+from attnrewrite.targets.tvm.schedules.rule import Argument, Call, Kernel, Rule, Step
 from attnrewrite.targets.tvm.schedules.trace import destination, destinations, elementwise, operand
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
@@ -42,12 +42,12 @@ class Fill:
     parts: tuple[Part, ...]
     name: str = "elementwise"
 
-    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
         def body(*buffers: Any) -> None:
             for part in self.parts:
                 _fill(_simplified(part), buffers, profile)
 
-        return function(shapes, body)
+        return function(arguments, body)
 
 
 def _fill(part: Part, buffers: Sequence[Any], profile: Profile) -> None:

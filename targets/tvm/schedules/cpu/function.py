@@ -11,31 +11,26 @@ from tvm.tirx.script.builder import ir as T
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Apply, Expression, Load, Number, Result
-from attnrewrite.targets.tvm.schedules.view import Layout, Shape, unravel
+from attnrewrite.targets.tvm.schedules.profile import FLOAT32
+from attnrewrite.targets.tvm.schedules.rule import Argument
+from attnrewrite.targets.tvm.schedules.view import Layout, unravel
 
 OPAQUE = 8  # TVM's word for a function that must not be fused with others
 FEWEST_FOR_THREADS = 4096  # numbers: less work than that is done sooner than another thread wakes up
 
 
-def function(shapes: Sequence[Shape], body: Callable[..., None], integers: Sequence[int] = ()) -> Any:
-    """The TIR function of tensors of `shapes` whose statements `body` writes, given each tensor as a flat buffer.
-
-    They are of float32, but for the arguments that `integers` numbers, which are of int32.
-    """
-    types = ["int32" if index in integers else "float32" for index in range(len(shapes))]
+def function(arguments: Sequence[Argument], body: Callable[..., None]) -> Any:
+    """The TIR function of tensors whose statements `body` writes, given each tensor as a flat buffer."""
     with IRBuilder() as builder, T.prim_func(is_private=True, s_tir=True):
         T.func_attr({"tirx.noalias": True, "op_pattern": OPAQUE, "tirx.is_scheduled": True})
-        arguments = [
-            T.arg(f"a{index}", T.buffer(shape, dtype))
-            for index, (shape, dtype) in enumerate(zip(shapes, types, strict=True))
-        ]
+        given = [T.arg(f"a{index}", T.buffer(each.shape, each.dtype)) for index, each in enumerate(arguments)]
         # Passes that look at reshapes want to see a block around everything.
         with T.sblock("root"):
             T.reads([])
             T.writes([])
             flat = [
-                T.decl_buffer((math.prod(shape),), dtype, data=argument.data)
-                for shape, dtype, argument in zip(shapes, types, arguments, strict=True)
+                T.decl_buffer((math.prod(each.shape),), each.dtype, data=buffer.data)
+                for each, buffer in zip(arguments, given, strict=True)
             ]
             body(*flat)
     return builder.get()
@@ -63,9 +58,9 @@ def steps(count: int) -> Iterator[Position]:
         yield index
 
 
-def scratch(length: int) -> Any:
+def scratch(length: int, dtype: str = FLOAT32) -> Any:
     """A buffer of the thread's own: on the stack below a kilobyte, and in registers where every place is a constant."""
-    return T.alloc_buffer((length,), "float32")
+    return T.alloc_buffer((length,), dtype)
 
 
 def address(layout: Layout, index: Sequence[Position]) -> Position:

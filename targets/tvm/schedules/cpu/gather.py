@@ -14,9 +14,9 @@ from attnrewrite.targets.tvm.schedules.cpu.function import address, along, each,
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position
 from attnrewrite.targets.tvm.schedules.graph import is_float, shape
 from attnrewrite.targets.tvm.schedules.profile import Profile
-from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule, Step
+from attnrewrite.targets.tvm.schedules.rule import Argument, Call, Kernel, Rule, Step
 from attnrewrite.targets.tvm.schedules.trace import destination
-from attnrewrite.targets.tvm.schedules.view import Layout, Shape
+from attnrewrite.targets.tvm.schedules.view import Layout
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Gather:
     axis: int
     name: str = "take"
 
-    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
         lead, inner = self.out.shape[: self.axis], self.out.shape[self.axis + 1 :]
 
         def body(read: Any, places: Any, written: Any) -> None:
@@ -45,7 +45,7 @@ class Gather:
             with each(lead, self.out.size) as z, steps(self.out.shape[self.axis]) as at:
                 move((*z, at), vectors.name(places[at]), [0] * len(inner), 1)
 
-        return function(shapes, body, integers=(1,))
+        return function(arguments, body)
 
 
 def _apply(call: Call, profile: Profile) -> Kernel | Refusal:

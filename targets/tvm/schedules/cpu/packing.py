@@ -13,6 +13,7 @@ from attnrewrite.targets.tvm.schedules.cpu.register_tile import panel_shape
 from attnrewrite.targets.tvm.schedules.cpu.vectors import pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression
 from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Shape, contiguous
 
 
@@ -30,7 +31,7 @@ class Pack:
     value: Expression
     name: str = "pack"
 
-    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
         out = contiguous(panel_shape(self.outer, self.depth, self.columns, self.width))
         count, rest = out.shape[-3], self.columns % self.width
 
@@ -51,14 +52,20 @@ class Pack:
 
                 when(panel < count - 1, full, last) if rest and count > 1 else last() if rest else full()
 
-        return function(shapes, body)
+        return function(arguments, body)
+
+
+def rounded(constant: np.ndarray, dtype: str) -> np.ndarray:
+    """A constant operand in the type of products; infinite beyond that, which the check of the result finds."""
+    with np.errstate(over="ignore"):
+        return constant.astype(dtype)
 
 
 def packed(weight: np.ndarray, width: int) -> np.ndarray:
-    """A constant operand [..., depth, columns] as panels, filled up with zeros."""
+    """A constant operand [..., depth, columns] as panels of its type, filled up with zeros."""
     *outer, depth, columns = weight.shape
     count = -(-columns // width)
-    filled = np.zeros((*outer, depth, count * width), np.float32)
+    filled = np.zeros((*outer, depth, count * width), weight.dtype)
     filled[..., :columns] = weight
     parts = filled.reshape(*outer, depth, count, width)
     return np.ascontiguousarray(np.moveaxis(parts, -2, -3))

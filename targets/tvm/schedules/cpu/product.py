@@ -12,11 +12,12 @@ from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evalua
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression, Load
-from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
-from attnrewrite.targets.tvm.schedules.view import Layout, Shape, unravel
+from attnrewrite.targets.tvm.schedules.profile import SIZES, Profile, Tile
+from attnrewrite.targets.tvm.schedules.rule import Argument
+from attnrewrite.targets.tvm.schedules.view import Layout, unravel
 
 TASKS = 8  # parts to share among threads, where there are few panels
-CACHE_LINE = 16  # float32
+CACHE_LINE = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Product:
     row_axes: int = 1
     name: str = "product"
 
-    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
-        return function(shapes, lambda *buffers: _Writer(self, buffers, profile).write())
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
+        return function(arguments, lambda *buffers: _Writer(self, buffers, profile).write())
 
 
 class _Writer:
@@ -71,14 +72,15 @@ class _Writer:
             column = panel * self.wide
             if not isinstance(self.product.right, Panels):
                 column = vectors.name(tirx.min(column, self.columns - self.wide))
-            tile = RegisterTile(self.high, self.wide, self.profile.lanes)
-            tile.clear()
+            tile = RegisterTile(self.high, self.wide, self.profile)
             left = self.product.left
             begins = [vectors.name(address(left.layout, (*z, *self.at(row + i), 0))) for i in range(self.high)]
             along_depth = left.layout.strides[-1]
             tile.multiply(
                 self.product.depth,
-                lambda i, k, n: vectors.load(self.buffers[left.argument], begins[i] + k * along_depth, n),
+                lambda i, k, n: vectors.load(
+                    self.buffers[left.argument], begins[i] + k * along_depth, n, dtype=self.profile.stored
+                ),
                 lambda k, begin, lanes: self.right(z, panel, k, column, begin, lanes),
                 self.profile.by_lane and self.product.left.layout.strides[-1] == 1,
             )
@@ -106,7 +108,7 @@ class _Writer:
     def right(self, z: Sequence[Position], panel: Position, k: Position, column: Position, begin: int, n: int) -> Value:
         right = self.product.right
         index = (*z, panel, k, begin) if isinstance(right, Panels) else (*z, k, column + begin)
-        return vectors.load(self.buffers[right.argument], address(right.layout, index), n)
+        return vectors.load(self.buffers[right.argument], address(right.layout, index), n, dtype=self.profile.stored)
 
     def store(self, index: Sequence[Position], lanes: int, value: Value) -> None:
         out = self.product.out
@@ -116,8 +118,8 @@ class _Writer:
     def fetch_next(self, z: Sequence[Position], panel: Position, step: Position) -> None:
         """Ask for the next panel's share while this one is used."""
         right = self.product.right
-        size = self.product.depth * self.wide
-        lines = -(-size // (CACHE_LINE * self.per_part))
+        size, in_line = self.product.depth * self.wide, CACHE_LINE // SIZES[self.profile.stored]
+        lines = -(-size // (in_line * self.per_part))
         begin = address(right.layout, (*z, tirx.min(panel + 1, self.across - 1), 0, 0))
         with steps(lines) as line:
-            prefetch(self.buffers[right.argument], begin + tirx.min((step * lines + line) * CACHE_LINE, size - 1))
+            prefetch(self.buffers[right.argument], begin + tirx.min((step * lines + line) * in_line, size - 1))

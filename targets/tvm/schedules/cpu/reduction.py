@@ -29,7 +29,7 @@ from attnrewrite.targets.tvm.schedules.expression import (
 )
 from attnrewrite.targets.tvm.schedules.graph import shape
 from attnrewrite.targets.tvm.schedules.profile import Profile
-from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
+from attnrewrite.targets.tvm.schedules.rule import Argument, Call, Kernel, Rule
 from attnrewrite.targets.tvm.schedules.trace import operand, trace
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, unravel
 
@@ -51,10 +51,10 @@ class Reduce:
     epilogue: Expression
     name: str = "reduce"
 
-    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
         strides = [load.layout.strides[-1] for load in loads(self.value)]
         reader = self._rows if 1 in strides else self._columns
-        return function(shapes, lambda *buffers: reader(buffers, profile.lanes))
+        return function(arguments, lambda *buffers: reader(buffers, profile.lanes))
 
     def _rows(self, buffers: Sequence[Any], lanes: int) -> None:
         """Neighbours are combined with each other: vectors run along the reduced axes."""

@@ -11,10 +11,11 @@ from typing import Any
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import scratch, steps
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
-from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
+from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile, Tile
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
 TURNS = 2  # loads of multipliers in a turn of the loop
+IN_A_ROW = 64  # products summed in float16 before the sum is added to one in float32
 LATENCY = 8  # multiply-adds that a core has in flight: fewer sums leave it waiting
 
 
@@ -42,15 +43,20 @@ def panels(argument: int, outer: Sequence[int], depth: int, columns: int, width:
 
 
 class RegisterTile:
-    """`rows` x `columns` sums. The columns are vectors, with narrower ones at the end where no full one fits."""
+    """`rows` x `columns` sums. The columns are vectors, with narrower ones at the end where no full one fits.
 
-    def __init__(self, rows: int, columns: int, lanes: int) -> None:
-        self.rows, self.columns, self.lanes = rows, columns, lanes
-        self.vectors = pieces(columns, lanes)
-        self.sums = scratch(rows * columns)
+    Products are of the profile's stored type. Where that is float16, so are the sums in registers, of so many products
+    at a time that rounding them costs little (IN_A_ROW), and the sums of those sums are of float32.
+    """
+
+    def __init__(self, rows: int, columns: int, profile: Profile) -> None:
+        self.rows, self.columns, self.lanes, self.dtype = rows, columns, profile.stored_lanes, profile.stored
+        self.vectors = pieces(columns, self.lanes)
+        self.sums = scratch(rows * columns, self.dtype)
+        self.total = self.sums
 
     def value(self, row: int, begin: int, lanes: int) -> Value:
-        return vectors.load(self.sums, row * self.columns + begin, lanes)
+        return vectors.load(self.total, row * self.columns + begin, lanes)
 
     def spilled(self) -> Any:
         """The sums in memory: a loop over rows can read them there, where registers have no number."""
@@ -60,10 +66,10 @@ class RegisterTile:
                 vectors.store(memory, row * self.columns + begin, self.value(row, begin, lanes), lanes)
         return memory
 
-    def clear(self) -> None:
+    def _clear(self, sums: Any) -> None:
         for row in range(self.rows):
             for begin, lanes in self.vectors:
-                vectors.store(self.sums, row * self.columns + begin, vectors.splat(0.0, lanes), lanes)
+                vectors.store(sums, row * self.columns + begin, vectors.splat(0.0, lanes), lanes)
 
     def add(self, multipliers: Sequence[Value], multiplicands: Callable[[int, int], Value]) -> None:
         """One step: `multipliers` are a number for each row, `multiplicands(begin, lanes)` a vector of the row."""
@@ -71,7 +77,8 @@ class RegisterTile:
         for row, multiplier in enumerate(multipliers):
             for (begin, lanes), vector in zip(self.vectors, loaded, strict=True):
                 product = vectors.splat(multiplier, lanes) * vector
-                vectors.store(self.sums, row * self.columns + begin, self.value(row, begin, lanes) + product, lanes)
+                at = row * self.columns + begin
+                vectors.store(self.sums, at, vectors.load(self.sums, at, lanes, dtype=self.dtype) + product, lanes)
 
     def multiply(
         self,
@@ -80,17 +87,48 @@ class RegisterTile:
         right: Callable[[Position, int, int], Value],
         by_lane: bool,
     ) -> None:
-        """Add the products of all steps. `left(row, step, n)` gives n neighbouring multipliers of a row as a vector,
+        """Sum the products of all steps. `left(row, step, n)` gives n neighbouring multipliers of a row as a vector,
         `right(step, begin, lanes)` multiplicands. `by_lane`: several steps' multipliers are loaded at once.
         """
+        parts = 1 if self.dtype == FLOAT32 else -(-depth // IN_A_ROW)
+        if parts == 1:
+            self._part(0, depth, left, right, by_lane)
+            return
+        self.total = scratch(self.rows * self.columns)
+        self._clear(self.total)
+        whole = TURNS * self.lanes
+        length = -(-depth // (parts * whole)) * whole
+        with steps(depth // length) as part:
+            self._part(part * length, length, left, right, by_lane)
+            self._add_up()
+        if depth % length:
+            self._part(depth - depth % length, depth % length, left, right, by_lane)
+            self._add_up()
+
+    def _add_up(self) -> None:
+        for row in range(self.rows):
+            for begin, lanes in self.vectors:
+                at = row * self.columns + begin
+                vectors.store(self.total, at, self.value(row, begin, lanes) + vectors.load(self.sums, at, lanes), lanes)
+
+    def _part(
+        self,
+        first: Position,
+        depth: int,
+        left: Callable[[int, Position, int], Value],
+        right: Callable[[Position, int, int], Value],
+        by_lane: bool,
+    ) -> None:
+        """The sums of `depth` products from the `first` on, in registers."""
+        self._clear(self.sums)
         at_once = self.lanes if by_lane else 1
         turns = TURNS if by_lane and depth % (TURNS * at_once) == 0 else 1
         with steps(depth // (turns * at_once)) as chunk:
             for turn in range(turns):
-                self._several(at_once, (chunk * turns + turn) * at_once, left, right)
+                self._several(at_once, first + (chunk * turns + turn) * at_once, left, right)
         if depth % at_once:
             for step in range(depth - depth % at_once, depth):
-                self._several(1, step, left, right)
+                self._several(1, first + step, left, right)
 
     def _several(
         self,
@@ -132,7 +170,7 @@ def _step(profile: Profile, tile: Tile) -> float:
 
     Where multipliers are lanes, loads are few, and what counts is how many instructions there are.
     """
-    wide = -(-tile.columns // profile.lanes)
+    wide = -(-tile.columns // profile.stored_lanes)
     if profile.by_lane:
-        return max(tile.rows * (wide + 1 / profile.lanes) + wide / 2, LATENCY)
+        return max(tile.rows * (wide + 1 / profile.stored_lanes) + wide / 2, LATENCY)
     return max(tile.rows * wide, tile.rows + wide, LATENCY)

@@ -22,6 +22,7 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression, loads, ordered
 from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, unravel
 
 NEGLIGIBLE = -80.0  # softmax: less than e^-80 of the largest is nothing, and no number near the denormal ones either
@@ -140,7 +141,7 @@ class Across(Line):
 
 
 def on_rows(
-    kernel: "Normalise | Softmax", rank: int, shapes: Sequence[Shape], lanes: int, work: Callable[[Line], Turn]
+    kernel: "Normalise | Softmax", rank: int, arguments: Sequence[Argument], lanes: int, work: Callable[[Line], Turn]
 ) -> Any:
     """The function of a kernel on rows, which are the last `rank` axes: it writes what `work` makes of each element.
 
@@ -169,7 +170,7 @@ def on_rows(
                 rows = Across(ends, inner, lambda index, z=z, beside=beside: (*z, *index, beside), wide)  # type: ignore[misc]
                 rows.write(work(rows))
 
-    return function(shapes, body)
+    return function(arguments, body)
 
 
 def _neighbours(value: Expression, rank: int) -> int | None:
@@ -205,8 +206,8 @@ class Normalise:
     epilogue: Expression
     name: str = "normalise"
 
-    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
-        return on_rows(self, self.rank, shapes, profile.lanes, self.work)
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
+        return on_rows(self, self.rank, arguments, profile.lanes, self.work)
 
     def work(self, line: Line) -> Turn:
         count = line.number(float(line.count))
@@ -229,8 +230,8 @@ class Softmax:
     epilogue: Expression
     name: str = "softmax"
 
-    def build(self, shapes: Sequence[Shape], profile: Profile) -> Any:
-        return on_rows(self, 1, shapes, profile.lanes, self.work)
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
+        return on_rows(self, 1, arguments, profile.lanes, self.work)
 
     def work(self, line: Line) -> Turn:
         largest = line.fold(lambda x: x, -math.inf, vectors.maximum, lambda x: x, first=True)

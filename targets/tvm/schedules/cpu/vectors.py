@@ -1,4 +1,6 @@
-"""Arithmetic on vectors of float32, in TIR: loads and stores, and functions that other compilers call a library for.
+"""Arithmetic on vectors, in TIR: loads and stores, and functions that other compilers call a library for.
+
+It is of float32, whatever type buffers are of, but for what asks for another: sums and products alone.
 
 `exp` and `erf` are within 2 units in the last place, `gelu` within 4 of its argument's: polynomials fitted for this
 file (least squares, reweighted for the smallest largest error, coefficients rounded to float32 one after the other).
@@ -12,6 +14,8 @@ from typing import Any
 
 from tvm import tirx
 from tvm.tirx.script.builder import ir as T
+
+from attnrewrite.targets.tvm.schedules.profile import FLOAT32
 
 Value = Any  # a TIR expression: a scalar, or a vector of some lanes
 Position = Any  # a TIR expression of an index, or an int
@@ -40,9 +44,9 @@ TANH_NEAR = (
 TANH_SPLIT = 0.625
 
 
-def splat(value: Value | float, lanes: int) -> Value:
-    """A vector with the same number in every lane; a scalar where `lanes` is 1."""
-    scalar = tirx.const(value, "float32") if isinstance(value, int | float) else value
+def splat(value: Value | float, lanes: int, dtype: str = FLOAT32) -> Value:
+    """A vector with the same number in every lane; a scalar where `lanes` is 1. A Python number becomes a `dtype`."""
+    scalar = tirx.const(value, dtype) if isinstance(value, int | float) else value
     return scalar if lanes == 1 else tirx.Broadcast(scalar, lanes)
 
 
@@ -50,11 +54,17 @@ def lanes_of(value: Value) -> int:
     return int(value.ty.dtype.lanes)
 
 
-def load(buffer: Any, at: Position, lanes: int, stride: int = 1) -> Value:
-    """`lanes` numbers from `at` on, `stride` apart; the same one in every lane where `stride` is 0."""
+def load(buffer: Any, at: Position, lanes: int, stride: int = 1, dtype: str = FLOAT32) -> Value:
+    """`lanes` numbers from `at` on, `stride` apart, as `dtype`; the same one in every lane where `stride` is 0."""
     if lanes == 1 or stride == 0:
-        return splat(buffer[at], lanes)
-    return tirx.BufferLoad(buffer, [tirx.Ramp(at, stride, lanes)])
+        return splat(as_type(buffer[at], dtype), lanes)
+    return as_type(tirx.BufferLoad(buffer, [tirx.Ramp(at, stride, lanes)]), dtype)
+
+
+def as_type(value: Value, dtype: str) -> Value:
+    """The numbers of a vector rounded to a type; integers as they are."""
+    found, wanted = str(value.ty.dtype), _like(dtype, lanes_of(value))
+    return T.Cast(wanted, value) if found != wanted and found.startswith("float") else value
 
 
 def lane(vector: Value, number: int) -> Value:
@@ -63,7 +73,8 @@ def lane(vector: Value, number: int) -> Value:
 
 
 def store(buffer: Any, at: Position, value: Value, lanes: int, stride: int = 1) -> None:
-    T.buffer_store(buffer, value, [at if lanes == 1 else tirx.Ramp(at, stride, lanes)])
+    """Write a vector, rounded to the buffer's type."""
+    T.buffer_store(buffer, as_type(value, str(buffer.dtype)), [at if lanes == 1 else tirx.Ramp(at, stride, lanes)])
 
 
 def name(value: Value) -> Value:

@@ -1,0 +1,34 @@
+"""The precision of products as an option: which processors have instructions for it, and what is recorded of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from attnrewrite.targets.tvm.schedules.precision import refusal
+from attnrewrite.targets.tvm.schedules.profile import Profile, profile
+
+
+def having(*features: str) -> Profile:
+    core = profile("cortex-a76")
+    return replace(core, target={**core.target, "mattr": [f"+{feature}" for feature in features]})
+
+
+@pytest.mark.parametrize(
+    ("precision", "able", "unable"),
+    [
+        ("fp32", having(), None),
+        ("fp16", having("fullfp16"), having("neon", "dotprod")),
+        ("fp16", having("avx512fp16"), having("avx512f", "f16c")),
+        ("fp16", profile("cortex-a55"), profile("cortex-a72")),
+        ("int8", having("dotprod"), having("neon", "fullfp16")),
+        ("int8", having("avx512vnni"), having("avx512f")),
+        ("int8", profile("cortex-a55"), profile("cortex-a72")),
+    ],
+)
+def test_a_precision_takes_instructions(precision: str, able: Profile, unable: Profile | None) -> None:
+    assert refusal(precision, able) is None
+    if unable is not None:
+        found = refusal(precision, unable)
+        assert found is not None
+        assert found.code == "instructions"
+        assert found.sentence.startswith(f"has no instructions for {precision} (")
