@@ -12,6 +12,7 @@ from attnrewrite.targets import agreement
 from attnrewrite.targets.base import Artifact, get_target
 from attnrewrite.targets.devices import checked
 from attnrewrite.targets.prepare import Prepared
+from attnrewrite.targets.runners import programs, qemu
 
 pytest.importorskip("tvm")
 
@@ -48,6 +49,17 @@ def test_a_vision_transformer_within_float16s_tolerance(attention: str, tmp_path
     if single.instructions is not None:
         assert half.instructions is not None
         assert half.instructions < single.instructions
+
+
+def test_without_an_emulator_the_program_runs_here_in_float16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def execute(*_: object) -> None:
+        raise programs.Unavailable("there is none")
+
+    monkeypatch.setattr(qemu, "execute", execute)
+    model, inputs = tiny_vit("softmax", depth=1)
+    half, single = (lowered(model, inputs, tmp_path / name, name) for name in ("fp16", "fp32"))
+    assert half.check.endswith("aarch64 code not executed: there is none")
+    assert single.max_abs_error * 100 < half.max_abs_error <= half.tolerance
 
 
 def test_what_overflows_is_named_and_told_the_way_out(tmp_path: Path) -> None:

@@ -66,6 +66,13 @@ def test_product_with_weights_bias_and_residual(
     assert (np.abs(found - (first @ second + third + fourth)) <= allowed(first, second) + 2.0**-20 * largest).all()
 
 
+@pytest.mark.parametrize("processor", PROCESSORS, ids=lambda processor: processor.name)
+def test_long_sums_are_of_float32(processor: Profile) -> None:
+    """In float16 a sum of ones stays at 2,048."""
+    _, run = scheduled([np.ones((7, 5000), np.float32)], relax.op.matmul, [np.ones((5000, 33), np.float32)], processor)
+    np.testing.assert_array_equal(run(), 5000)
+
+
 @DRAWN
 @given(heads=st.integers(1, 3), rows=sizes, depth=depths, columns=sizes, transposed=st.booleans(), processor=processors)
 def test_product_of_two_tensors(

@@ -78,10 +78,11 @@ class _Writer:
         work = math.prod(self.outer) * self.queries * self.attention.keys * self.depth
         with each((*self.outer, tiles), work) as (*z, tile):
             query = vectors.name(tirx.min(tile * self.rows, self.queries - self.rows))
-            scores, state = scratch(self.rows * self.length), _State(self)
+            scores = scratch(self.rows * self.length)
+            state = _State(self, scores)
             with steps(self.blocks) as block:
                 self.score(z, query, block, scores)
-                state.take(scores)
+                state.take()
                 state.sum_values(z, block)
             state.finish(z, query)
 
@@ -130,11 +131,14 @@ class _Writer:
 class _State:
     """What is kept of the blocks so far, for each query: the largest score, the sum of its exponentials, the values'.
 
-    With a single block, the values' sums never leave the registers.
+    With a single block, the values' sums never leave the registers. Exponentials are of the type of products,
+    and lie in the place of the scores where those are of it, too.
     """
 
-    def __init__(self, writer: _Writer) -> None:
-        self.writer, self.several = writer, writer.blocks > 1
+    def __init__(self, writer: _Writer, scores: Any) -> None:
+        self.writer, self.scores, self.several = writer, scores, writer.blocks > 1
+        stored = writer.profile.stored
+        self.powers = scores if stored == FLOAT32 else scratch(writer.rows * writer.length, stored)
         rows = writer.rows
         self.largest, self.total, self.decay = scratch(rows), scratch(rows), scratch(rows)
         if self.several:
@@ -148,22 +152,19 @@ class _State:
                 lambda _, at, n: vectors.store(self.sums, at, vectors.splat(0.0, n), n),
             )
 
-    def take(self, scores: Any) -> None:
-        """Turn a block's scores into exponentials, relative to the largest score yet, in the type of products."""
-        self.powers = scores
-        if self.writer.profile.stored != FLOAT32:
-            self.powers = scratch(self.writer.rows * self.writer.length, self.writer.profile.stored)
+    def take(self) -> None:
+        """Turn a block's scores into exponentials, relative to the largest score yet."""
         length, lanes = self.writer.length, self.writer.lanes
         with steps(self.writer.rows) as row:
             begin = row * length
             known = self.largest[row] if self.several else vectors.splat(LOWEST, 1)
             highest = fold(
-                (length,), lanes, lambda _, at, n: vectors.load(scores, begin + at, n), LOWEST, vectors.maximum
+                (length,), lanes, lambda _, at, n: vectors.load(self.scores, begin + at, n), LOWEST, vectors.maximum
             )
             largest = vectors.name(vectors.maximum(known, highest))
 
             def raised(_: list[Position], at: Position, n: int) -> Value:
-                value = vectors.name(vectors.load(scores, begin + at, n) - vectors.splat(largest, n))
+                value = vectors.name(vectors.load(self.scores, begin + at, n) - vectors.splat(largest, n))
                 power = vectors.falling_exp(value, NEGLIGIBLE)
                 vectors.store(self.powers, begin + at, power, n)
                 return power
