@@ -95,8 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise InputError("timm and torchvision are not installed (pip install 'attnrewrite[models]')")
     others = [] if given.peers is None else peers(given.peers)
     print(f"{given.cpu} emulated on {platform.machine()}, torch {version('torch')}, TVM {version('apache-tvm')}")
-    columns = ("model", "size", "form", "precision", "G instructions", "of the first row's", "of the floor")
-    columns = (*columns, "G cycles", "max error", "seconds")
+    columns: tuple[str, ...] = (
+        "model",
+        "size",
+        "form",
+        "precision",
+        "G instructions",
+        "of the first row's",
+        "of the floor",
+    )
+    columns += ("G cycles", "max error", "seconds")
     print(f"| {' | '.join(columns)} |")
     print("|-" * len(columns) + "|")
     for model in given.models:
