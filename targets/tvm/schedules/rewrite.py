@@ -102,12 +102,13 @@ def _computes_only_this(call: Call, operand: Any) -> bool:
 
 
 class _Builder:
-    """Builds the new module. Equal functions on tensors of equal shapes are one."""
+    """Builds the new module. Equal functions on tensors of equal shapes are one, and so are equal calls on the way."""
 
     def __init__(self, module: Any, graph: Graph, profile: Profile) -> None:
         self.module, self.graph, self.profile = module, graph, profile
         self.builder = relax.BlockBuilder(module)
         self.functions: dict[tuple[Function, tuple[Shape, ...]], Any] = {}
+        self.made: dict[tuple[Function, tuple[Any, ...]], Any] = {}
 
     def build(self, kept: Sequence[Any], kernels: dict[Any, Kernel]) -> Any:
         bindings: list[Any] = []
@@ -123,19 +124,21 @@ class _Builder:
         return relax.transform.DeadCodeElimination(["main"])(self.builder.get())
 
     def calls(self, var: Any, kernel: Kernel) -> list[Any]:
-        """A binding for each step, the last one that of the value itself."""
+        """A binding for each step that was not made before, the last one that of the value itself."""
         made: list[Any] = []
+        written: list[Any] = []
         for step in kernel.steps:
-            arguments = [self.argument(base, made) for base in step.arguments]
-            call = self.call(step, arguments)
+            arguments = [written[base.step] if isinstance(base, Temporary) else base for base in step.arguments]
+            key = (step.function, tuple(id(base) if isinstance(base, np.ndarray) else base for base in arguments))
             last = step is kernel.steps[-1]
-            made.append(relax.VarBinding(var if last else relax.DataflowVar(step.function.name, call.ty), call))
+            if not last and key in self.made:
+                written.append(self.made[key])
+                continue
+            call = self.call(step, [_argument(base) for base in arguments])
+            written.append(var if last else relax.DataflowVar(step.function.name, call.ty))
+            made.append(relax.VarBinding(written[-1], call))
+            self.made[key] = written[-1]
         return made
-
-    def argument(self, base: Any, made: Sequence[Any]) -> Any:
-        if isinstance(base, Temporary):
-            return made[base.step].var
-        return relax.const(np.ascontiguousarray(base)) if isinstance(base, np.ndarray) else base
 
     def call(self, step: Step, arguments: Sequence[Any]) -> Any:
         shapes = (*map(shape, arguments), step.shape)
@@ -143,8 +146,12 @@ class _Builder:
         if key not in self.functions:
             function = step.function.build(shapes, self.profile)
             self.functions[key] = self.builder.add_func(function, step.function.name)
-        out = relax.TensorType(step.shape, "float32")
+        out = relax.TensorType(step.shape, step.dtype)
         return self.builder.normalize(relax.call_tir(self.functions[key], relax.Tuple(list(arguments)), out_ty=out))
+
+
+def _argument(base: Any) -> Any:
+    return relax.const(np.ascontiguousarray(base)) if isinstance(base, np.ndarray) else base
 
 
 @dataclass(frozen=True, eq=False)

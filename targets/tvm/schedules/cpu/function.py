@@ -63,9 +63,9 @@ def steps(count: int) -> Iterator[Position]:
         yield index
 
 
-def scratch(length: int) -> Any:
+def scratch(length: int, dtype: str = "float32") -> Any:
     """A buffer of the thread's own: on the stack below a kilobyte, and in registers where every place is a constant."""
-    return T.alloc_buffer((length,), "float32")
+    return T.alloc_buffer((length,), dtype)
 
 
 def address(layout: Layout, index: Sequence[Position]) -> Position:
