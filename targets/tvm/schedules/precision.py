@@ -4,7 +4,8 @@ from attnrewrite.errors import InputError, Refusal, unknown_name
 from attnrewrite.targets.tvm.schedules.profile import HOST, Profile, arm_cores, features_for, precisions, profile
 
 FP32 = "fp32"
-UNBUILT = ("fp16", "int8")
+INT8 = "int8"
+UNBUILT = ("fp16",)
 
 
 def refusal(precision: str, processor: Profile) -> Refusal | None:
