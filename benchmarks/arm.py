@@ -1,19 +1,23 @@
 """Instructions that an aarch64 processor executes for a call: our schedules, forms beside softmax, others' counts.
 
-    python benchmarks/arm.py [--models deit_tiny_patch16_224] [--sizes 224 512] [--forms original l1] [--peers FILE]
+    python benchmarks/arm.py [--models deit_tiny_patch16_224] [--sizes 224 512] [--forms original l1]
+        [--precisions fp32 int8] [--peers FILE]
 
-float32, batch 1, one thread, random weights from one seed; counted exactly under qemu's user-mode emulation in a second
-call, and held to torch. Instructions are no time: a prefetch counts like a multiply-add. Four multiply-adds fit in one
+Batch 1, one thread, random weights from one seed; counted exactly under qemu's user-mode emulation in a second call,
+and held to what torch computes in the same precision. The agreement is that of the largest output with float32's, on
+inputs drawn at random. Instructions are no time: a prefetch counts like a multiply-add. Four multiply-adds fit in one
 instruction, which makes the floor of direct multiplication. `FILE` holds what other runtimes execute for the original
 at the first size, a line each that begins "NAME: total X G", as a count of (N2 - N1) inferences under qemu gives it.
 """
 
 import argparse
+import itertools
 import platform
 import re
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,14 +43,27 @@ def built(model: str, size: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return timm.create_model(model, img_size=size).eval(), (torch.randn(1, 3, size, size),)
 
 
-def counted(module: nn.Module, inputs: tuple[Tensor, ...], cpu: str) -> tuple[int, float]:
-    """Instructions of a call, and the largest difference to torch."""
+@dataclass(frozen=True)
+class Counted:
+    """Instructions of a call, the largest difference to torch, and the agreement with float32 (of one hundred)."""
+
+    instructions: int
+    error: float
+    agreement: float
+
+
+def counted(module: nn.Module, inputs: tuple[Tensor, ...], cpu: str, precision: str, draws: int) -> Counted:
+    target = get_target("arm-cpu").configured(cpu=cpu, emulation_s=EMULATION_S, precision=precision)
     with tempfile.TemporaryDirectory() as folder:
-        target = get_target("arm-cpu").configured(cpu=cpu, emulation_s=EMULATION_S)
         made = target.lower("the model", module, inputs, Path(folder), threads=1)
+        answer = target.answers(made, module, inputs)
     if made.instructions is None:
         raise InputError("; ".join((made.check, *made.notes)))
-    return made.instructions, made.max_abs_error
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(inputs[0].shape, generator=generator) for _ in range(draws)]
+    with torch.no_grad():
+        agreed = sum(int(answer(x).argmax() == module(x).argmax()) for x in drawn)
+    return Counted(made.instructions, made.max_abs_error, 100 * agreed / draws)
 
 
 def peers(file: Path) -> list[tuple[str, float]]:
@@ -55,24 +72,25 @@ def peers(file: Path) -> list[tuple[str, float]]:
     return [(each["name"], float(each["billions"])) for each in found if each is not None]
 
 
-def show(model: str, size: int, forms: Sequence[str], cpu: str) -> None:
+def show(model: str, size: int, given: argparse.Namespace) -> None:
     module, inputs = built(model, size)
     first: int | None = None
-    for form in forms:
+    for form, precision in itertools.product(given.forms, given.precisions):
         started = time.perf_counter()
         try:
             stands = module if form == ORIGINAL else converted(module, inputs, form)
-            instructions, error = counted(stands, inputs, cpu)
+            found = counted(stands, inputs, given.cpu, precision, given.draws)
         except AttnRewriteError as failed:
-            print(f"| {model} | {size} | {form} | unavailable: {first_line(failed)} | | | |", flush=True)
+            print(
+                f"| {model} | {size} | {form} | {precision} | unavailable: {first_line(failed)} | | | | |", flush=True
+            )
             continue
-        first = first or instructions
+        first = first or found.instructions
         _, multiply_adds = cost(CompareModel(form, stands, inputs))
-        ratios = f"{instructions / first:.2f} | {LANES * instructions / multiply_adds:.2f}"
+        ratios = f"{found.instructions / first:.3f} | {LANES * found.instructions / multiply_adds:.2f}"
         seconds = f"{time.perf_counter() - started:.0f}"
-        print(
-            f"| {model} | {size} | {form} | {instructions / 1e9:.3f} | {ratios} | {error:.1e} | {seconds} |", flush=True
-        )
+        row = f"{found.instructions / 1e9:.3f} | {ratios} | {found.error:.1e} | {found.agreement:.1f} % | {seconds}"
+        print(f"| {model} | {size} | {form} | {precision} | {row} |", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,19 +99,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=[224], help="rows and columns of the image")
     parser.add_argument("--forms", nargs="+", default=[ORIGINAL, "l1"], help="original, or l1, polynomial:rank=2, ...")
     parser.add_argument("--cpu", default="cortex-a76")
+    parser.add_argument("--precisions", nargs="+", default=["fp32"], help="fp32, fp16, int8; the first is 1")
+    parser.add_argument("--draws", type=int, default=32, help="inputs for the agreement")
     parser.add_argument("--peers", type=Path, help="a file with the counts of other runtimes")
     given = parser.parse_args(arguments)
     if import_torchvision() is None:
         raise InputError("timm and torchvision are not installed (pip install 'attnrewrite[models]')")
     others = [] if given.peers is None else peers(given.peers)
     print(f"{given.cpu} emulated on {platform.machine()}, torch {version('torch')}, TVM {version('apache-tvm')}")
-    print("| model | size | form | G instructions | of the first form's | of the floor | max error | seconds |")
-    print("|-|-|-|-|-|-|-|-|")
+    print(
+        "| model | size | form | precision | G instructions | of the first's | of the floor | max error | agreement | "
+        "seconds |"
+    )
+    print("|-|-|-|-|-|-|-|-|-|-|")
     for model in given.models:
         for size in given.sizes:
-            show(model, size, given.forms, given.cpu)
+            show(model, size, given)
     for name, billions in others:
-        print(f"| {given.models[0]} | {given.sizes[0]} | original in {name} | {billions:.3f} | | | | |")
+        print(f"| {given.models[0]} | {given.sizes[0]} | original in {name} | fp32 | {billions:.3f} | | | | | |")
 
 
 if __name__ == "__main__":
