@@ -213,9 +213,10 @@ def lower(
             made = chosen.lower(loaded.name, module, inputs, folder, threads=count)
             made = replace(made, preprocessing=preprocessing)
             measured = {} if images is None else _measured(
-                module, chosen.answers(made), made, images, loaded.input_size, progress
+                module, chosen.answers(made, module, inputs), made, images, loaded.input_size, progress
             )  # fmt: skip
-            artifact = recorded(replace(made, measured=measured), folder)
+            notes = (*made.notes, *filter(None, [chosen.answers_note if measured else ""]))
+            artifact = recorded(replace(made, measured=measured, notes=notes), folder)
         except Exception as error:
             raise told(f"target {target!r}", error) from error
     return replace(artifact, path=Path(out))

@@ -18,6 +18,7 @@ STORED_FLOOR = {FLOAT16: 2.0**-14}
 ORDINARY = 2.0**-23 * 16  # what rounding alone costs in float32, of an output's largest value
 ROUNDING = 2.0**-12  # of it: what moves an output further than this in float32 is no rounding
 MOST = 2.0**-3  # of it: an output that rounding moves further is no answer
+STEP = 2.0**-7  # of it: a step of an integer of eight bits
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,31 @@ def agree(
             f"more than the {worst.tolerance:.3g} that rounding explains"
         )
     return worst
+
+
+def agree_rounded(
+    subject: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], unrounded: Sequence[np.ndarray]
+) -> Agreement:
+    """Compare outputs of two programs that round to integers of eight bits in the same places.
+
+    A number halfway between two integers falls to either for what float32 rounds before it. That is one step, but it
+    moves what is rounded next, so that after some layers two right programs differ by what rounding costs: the error
+    may be twice the distance of `expected` from `unrounded`, the outputs without it, to MOST of an output's largest
+    value; or a STEP of that. A wrong scale is further off; that kernels round and add exactly, their own tests say.
+
+    Raises:
+        CheckFailedError: as `agree`.
+    """
+    costs = [
+        float(np.abs(one.astype(np.float64) - other).max(initial=0.0))
+        for one, other in zip(expected, unrounded, strict=True)
+    ]
+    scales = [float(np.abs(array).max(initial=0.0)) or 1.0 for array in expected]
+    shares = [max(STEP, min(2 * cost / scale, MOST)) for cost, scale in zip(costs, scales, strict=True)]
+    found_by_output = [
+        agree(subject, [one], [other], share) for one, other, share in zip(found, expected, shares, strict=True)
+    ]
+    return max(found_by_output, key=lambda result: result.max_abs_error / result.tolerance)
 
 
 def _worst(

@@ -140,14 +140,17 @@ class Target:
     name: ClassVar[str]
     summary: ClassVar[str]
     has_answers: ClassVar[bool] = False  # whether an artifact is run here on more than what it is checked with
+    answers_note: ClassVar[str] = ""  # what to know about how that is done
 
     @property
     def takes_pictures(self) -> bool:
         """Whether an artifact's input is an image: `lower` is then given a module of bytes (`targets.pictures`)."""
         return False
 
-    def answers(self, artifact: Artifact) -> Callable[[Tensor], Tensor]:
-        """A call that gives for one input what the module gives, as the artifact made of it does: see `has_answers`."""
+    def answers(
+        self, artifact: Artifact, module: nn.Module, example_inputs: tuple[Tensor, ...]
+    ) -> Callable[[Tensor], Tensor]:
+        """A call that gives for one input what the artifact made of `module` does: see `has_answers`."""
         raise NotImplementedError
 
     def loses(self) -> Refusal | None:

@@ -19,6 +19,7 @@ from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.in_float32 import InFloat32
 from attnrewrite.passes.fx.misread import WRITTEN_OUT
+from attnrewrite.passes.fx.quantise import QUANTISED, TABLE
 from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 
@@ -28,11 +29,22 @@ HALVES = {torch.float16: check.FLOAT16, torch.bfloat16: check.BFLOAT16}
 
 @dataclass(frozen=True)
 class Prepared:
-    """A module in float32 and inputs for it. `notes` says what was changed; empty where nothing was."""
+    """A module in float32 and inputs for it. `notes` says what was changed; empty where nothing was.
+
+    `unrounded` is the module before its linear layers came to round to integers; None where they do not.
+    """
 
     module: nn.Module
     inputs: tuple[Tensor, ...]
     notes: tuple[str, ...] = ()
+    unrounded: nn.Module | None = None
+
+    def agree(self, subject: str, found: Sequence[np.ndarray]) -> check.Agreement:
+        """Hold what was computed for the inputs to what the module gives. CheckFailedError where it is too far off."""
+        expected = reference(self.module, self.inputs)
+        if self.unrounded is None:
+            return check.agree(subject, found, expected, check.FLOAT32)
+        return check.agree_rounded(subject, found, expected, reference(self.unrounded, self.inputs))
 
 
 def in_float32(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Prepared:
@@ -57,6 +69,26 @@ def in_float32(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Prepare
     check.agree("the module in float32", reference(wide, inputs), reference(module, example_inputs), relative)
     names = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
     return Prepared(wide, inputs, (f"compiled from the model in float32 (it is in {names}): its inputs are float32",))
+
+
+def quantised(prepared: Prepared) -> Prepared:
+    """The module with its linear layers on integers of eight bits, as `passes.fx.quantise` writes them out.
+
+    Raises:
+        InputError: torch.export cannot capture it, or there is no linear layer in it.
+        CheckFailedError: it gives other outputs once it is written in operators that compilers read.
+    """
+    program = canonical(specialise(prepared.module, prepared.inputs))
+    plain = reference(program.module(), prepared.inputs)
+    check.agree("the module written out", plain, reference(prepared.module, prepared.inputs), check.FLOAT32)
+    made, edits = QUANTISED.apply(program)
+    count = sum(edit.by is None and edit.replaced in map(str, TABLE) for edit in edits)
+    if not count:
+        raise InputError("the module has no linear layer, and nothing else is computed in int8: leave --precision out")
+    note = (
+        f"{count} linear layers in int8: weights by output channel, activations by row as they come; the rest float32"
+    )
+    return Prepared(made.module(), prepared.inputs, (*prepared.notes, note), prepared.module)
 
 
 def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> ExportedProgram:

@@ -84,15 +84,22 @@ def compare_models(
         order += own
         if progress is not None:
             progress("build", done, len(pairs))
+    qualities_of = {(name, target.name): _quality(qualities.get(name), target) for name, target in pairs}
     latencies = timed([run for _, _, run in runs], repeats, budget_s, progress)
     costs = {name: cost(model) for name, model in models.items()}
     rows = [
         _row(
-            models[name], target, run, latency, qualities.get(name), costs[name], _estimate_in_words(run, target, runs)
+            models[name],
+            target,
+            run,
+            latency,
+            qualities_of[name, target.name],
+            costs[name],
+            _estimate_in_words(run, target, runs),
         )
         for (name, target, run), latency in zip(runs, latencies, strict=True)
     ]
-    rows += [_judged(before[key], qualities.get(key[0])) for key in order if key in before]
+    rows += [_judged(before[key], qualities_of[key[:2]]) for key in order if key in before]
     return Comparison(where, tuple(sorted(rows, key=lambda row: order.index(key_of(row)))))
 
 
@@ -115,6 +122,11 @@ def _standing(earlier: Comparison | None, before: Mapping[Key, Row], name: str, 
     keys = [key_of(row) for row in (earlier.rows if earlier else ())]
     own = [key for key in keys if key[:2] == (name, target.name)]
     return own if all(key in before for key in own) else []
+
+
+def _quality(quality: Evaluation | None, target: Target) -> Evaluation | None:
+    """What a model is worth as a target computes it: not known where that loses more than rounding."""
+    return quality if target.loses() is None else None
 
 
 def _judged(row: Row, quality: Evaluation | None) -> Row:

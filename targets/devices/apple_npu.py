@@ -86,7 +86,9 @@ class CoreMLNpu(Target):
             compression=made.compression,
         )
 
-    def answers(self, artifact: Artifact) -> Callable[[Tensor], Tensor]:
+    def answers(
+        self, artifact: Artifact, module: nn.Module, example_inputs: tuple[Tensor, ...]
+    ) -> Callable[[Tensor], Tensor]:
         with package.quiet():
             program = interpreter.load(artifact.path / package.NAME)
 

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ from torch import Tensor, nn
 
 from attnrewrite.errors import InputError, Refusal, unknown_name
 from attnrewrite.targets.base import Artifact, Availability, Pricing, Run, Target
-from attnrewrite.targets.devices import over_rpc
-from attnrewrite.targets.devices.checked import agreed
+from attnrewrite.targets.devices import in_precision, over_rpc
 from attnrewrite.targets.prepare import arrays, in_float32, specialise
 from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.runners.cycles import estimated
@@ -19,7 +19,7 @@ from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
 from attnrewrite.targets.tvm.schedules.precision import FP32, require
-from attnrewrite.targets.tvm.schedules.profile import arm_cores, profile, system_of, systems
+from attnrewrite.targets.tvm.schedules.profile import HOST, arm_cores, profile, system_of, systems
 
 ON_HOST = "same program compiled for this host and run; aarch64 code not executed"
 NOT_MEASURED = Refusal("needs-device", "measured on an ARM device only (--rpc HOST:PORT; there, target host)")
@@ -44,6 +44,10 @@ class ArmCpu(Target):
 
     name = "arm-cpu"
     summary = "64-bit ARM under Linux or Android: TVM (LLVM), cross-compiled"
+    has_answers = True
+    answers_note = (
+        "answered the images compiled for this host: the same program; what ran for the check is the artifact"
+    )
 
     def __post_init__(self) -> None:
         if self.cpu not in arm_cores():
@@ -58,33 +62,44 @@ class ArmCpu(Target):
     def availability(self) -> Availability:
         return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED if self.rpc is None else None)
 
+    def loses(self) -> Refusal | None:
+        return in_precision.loss(self.precision)
+
+    def answers(
+        self, artifact: Artifact, module: nn.Module, example_inputs: tuple[Tensor, ...]
+    ) -> Callable[[Tensor], Tensor]:
+        meant = in_precision.meant(in_float32(module, example_inputs), self.precision)
+        program = import_program(specialise(meant.module, meant.inputs))
+        host = tvm_compat.build_for_cpu(program, HOST, precision=self.precision)
+        return in_precision.answering(tvm_compat.answering(host.executable, threads=1))
+
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        wide = in_float32(module, example_inputs)
-        program = import_program(specialise(wide.module, wide.inputs))
+        meant = in_precision.meant(in_float32(module, example_inputs), self.precision)
+        program = import_program(specialise(meant.module, meant.inputs))
         packages = tvm_compat.runtime_packages()
         library, made, notes = self._built(program, out)
         system = self.system or system_of(self.cpu)
         try:
             if system != LINUX:
                 raise Unavailable(f"it is for {system}, which is not emulated here")
-            ran, how = qemu.execute(library, arrays(wide.inputs), packages, self.emulation_s), "ran under qemu-aarch64"
+            ran, how = qemu.execute(library, arrays(meant.inputs), packages, self.emulation_s), "ran under qemu-aarch64"
         except Unavailable as reason:
-            host = tvm_compat.build_for_cpu(program, "host", precision=self.precision)
-            found = tvm_compat.bind(host.executable, wide.inputs, threads)()
+            host = tvm_compat.build_for_cpu(program, HOST, precision=self.precision)
+            found = tvm_compat.bind(host.executable, meant.inputs, threads)()
             ran, how = qemu.Executed(found), f"{ON_HOST}: {reason}"
         cycles, counting = self._cycles(ran)
-        agreement = agreed(f"{name} for {self.name}", ran.outputs, wide, self.precision)
+        agreement = meant.agree(f"{name} for {self.name}", ran.outputs)
         return self.artifact(
             name,
             out,
             agreement,
             check=how,
             schedule=made.schedule,
-            notes=(*notes, *counting, *wide.notes),
-            inputs=arrays(wide.inputs),
+            notes=(*notes, *counting, *meant.notes),
+            inputs=arrays(meant.inputs),
             outputs=ran.outputs,
             operators=made.operators,
             instructions=ran.instructions,
@@ -143,10 +158,10 @@ class ArmCpu(Target):
         device = over_rpc.device(self.rpc, self.rpc_timeout)
         if device is None:
             return (Run.refused("tvm", NOT_MEASURED),)
-        wide = in_float32(module, example_inputs)
+        meant = in_precision.meant(in_float32(module, example_inputs), self.precision)
 
         def build(folder: Path) -> tuple[Path, tuple[str, ...]]:
-            library, made, notes = self._built(import_program(specialise(wide.module, wide.inputs)), folder)
-            return library, (f"schedule: {made.schedule}", *notes, *wide.notes)
+            library, made, notes = self._built(import_program(specialise(meant.module, meant.inputs)), folder)
+            return library, (f"schedule: {made.schedule}", *notes, *meant.notes)
 
-        return (over_rpc.run(name, wide, build, device, threads, self.precision),)
+        return (over_rpc.run(name, meant, build, device, threads),)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from attnrewrite.errors import CheckFailedError, Refusal
 from attnrewrite.targets.base import Run
-from attnrewrite.targets.devices.checked import agreed
 from attnrewrite.targets.prepare import Prepared, arrays
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import rpc
@@ -20,8 +19,8 @@ def device(address: str | None, timeout_s: float) -> rpc.Device | None:
     return None if address is None else rpc.Device.at(address, timeout_s)
 
 
-def run(name: str, wide: Prepared, build: Build, at: rpc.Device, threads: int, precision: str) -> Run:
-    """A module built in a precision, sent to a device, checked and timed there; or why that device did not do it.
+def run(name: str, wide: Prepared, build: Build, at: rpc.Device, threads: int) -> Run:
+    """A module built, sent to a device, checked and timed there; or why that device did not do it.
 
     `build` makes the library of `wide` in a folder, and says what to know about it; it is not asked to where the device
     is not to be reached.
@@ -36,7 +35,7 @@ def run(name: str, wide: Prepared, build: Build, at: rpc.Device, threads: int, p
         size = library.stat().st_size
         try:
             found = rpc.measure(at, library, arrays(wide.inputs), threads)
-            error = agreed(f"{name} on {at}", found.outputs, wide, precision).max_abs_error
+            error = wide.agree(f"{name} on {at}", found.outputs).max_abs_error
         except (Unavailable, CheckFailedError) as reason:
             return Run(runtime, None, None, size, Refusal("device", str(reason)), "; ".join(notes))
     note = "; ".join((f"timed by the device's own clock over {len(found.seconds)} calls", *notes))

@@ -216,6 +216,17 @@ def kernel_sources(executable: Any, kind: str) -> str:
     return "\n".join(found)
 
 
+def answering(compiled: Any, threads: int) -> Callable[[Sequence[Tensor]], tuple[np.ndarray, ...]]:
+    """What a library (its path) or what `build` made gives for inputs, on this machine's processor.
+
+    TVM has one thread pool for the process: the last one made decides its size.
+    """
+    import tvm
+
+    main = _main(compiled, threads)
+    return lambda inputs: tuple(each.numpy() for each in main(*map(tvm.runtime.tensor, arrays(inputs))))
+
+
 def bind(compiled: Any, inputs: Sequence[Tensor], threads: int) -> Callable[[], tuple[np.ndarray, ...]]:
     """A call on this machine's processor of a library (its path) or of what `build` made, `inputs` already in place.
 
@@ -223,11 +234,17 @@ def bind(compiled: Any, inputs: Sequence[Tensor], threads: int) -> Callable[[], 
     """
     import tvm
 
+    main, arguments = _main(compiled, threads), [tvm.runtime.tensor(array) for array in arrays(inputs)]
+    return lambda: tuple(result.numpy() for result in main(*arguments))
+
+
+def _main(compiled: Any, threads: int) -> Any:
+    import tvm
+
     loaded = tvm.runtime.load_module(str(compiled)) if isinstance(compiled, Path) else compiled
     machine = tvm.relax.VirtualMachine(loaded, tvm.cpu())
-    main, arguments = machine["main"], [tvm.runtime.tensor(array) for array in arrays(inputs)]
     _global("runtime.config_threadpool")(1, threads)
-    return lambda: tuple(result.numpy() for result in main(*arguments))
+    return machine["main"]
 
 
 def _host_compiler() -> str | None:

@@ -246,6 +246,21 @@ CASES: dict[str, tuple[str, int, str]] = {
         2,
         "target 'arm-cpu' has no --image-input: leave it out, or lower for coreml-npu",
     ),
+    "a precision that loses accuracy, without images": (
+        f"lower models.py:vit {SIZE} --target arm-cpu --precision int8 --out out",
+        2,
+        "target 'arm-cpu' loses accuracy with --precision int8: give images to measure that on (--data)",
+    ),
+    "a precision that a core has not": (
+        f"lower models.py:vit {SIZE} --target arm-cpu --cpu cortex-a72 --precision int8 --out out",
+        2,
+        "--precision int8: cortex-a72 has no instructions for int8 (dotprod or avx512vnni or avxvnni): leave",
+    ),
+    "a precision for another target": (
+        f"lower models.py:vit {SIZE} --target gpu --precision int8 --out out",
+        2,
+        "target 'gpu' has no --precision: leave it out, or lower for host or arm-cpu",
+    ),
     "existing, to lower": (f"lower models.py:vit {SIZE} --target host --out existing", 2, "existing exists"),
     "code for a page": (
         f"explain models.py:vit {SIZE} --graph models.py --force",

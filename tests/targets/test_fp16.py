@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.targets import agreement
 from attnrewrite.targets.base import Artifact, get_target
-from attnrewrite.targets.devices import checked
+from attnrewrite.targets.devices.in_precision import meant
 from attnrewrite.targets.prepare import Prepared
 from attnrewrite.targets.runners import programs, qemu
 
@@ -99,8 +99,8 @@ def test_an_error_that_float32_would_not_make_passes_in_fp16_alone() -> None:
     with torch.no_grad():
         expected = module(*inputs).numpy()
     off = expected + agreement.FLOAT16 / 2 * abs(expected).max()
-    assert checked.agreed("it", [off], Prepared(module, inputs), "fp16").max_abs_error > 0
+    assert meant(Prepared(module, inputs), "fp16").agree("it", [off]).max_abs_error > 0
     with pytest.raises(CheckFailedError, match="more than the"):
-        checked.agreed("it", [off], Prepared(module, inputs), "fp32")
+        meant(Prepared(module, inputs), "fp32").agree("it", [off])
     with pytest.raises(CheckFailedError, match="lower it with --precision fp32"):
-        checked.agreed("it", [expected + 2 * agreement.FLOAT16 * abs(expected).max()], Prepared(module, inputs), "fp16")
+        meant(Prepared(module, inputs), "fp16").agree("it", [expected + 2 * agreement.FLOAT16 * abs(expected).max()])

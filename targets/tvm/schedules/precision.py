@@ -5,7 +5,7 @@ from attnrewrite.targets.tvm.schedules.profile import HOST, Profile, arm_cores, 
 
 FP32 = "fp32"
 FP16 = "fp16"
-UNBUILT = ("int8",)
+INT8 = "int8"
 
 
 def refusal(precision: str, processor: Profile) -> Refusal | None:
@@ -24,8 +24,6 @@ def require(precision: str, core: str) -> None:
     """
     if precision not in precisions():
         raise unknown_name("precision", precision, precisions())
-    if precision in UNBUILT:
-        raise InputError(f"--precision {precision} is not built yet: leave it out")
     if precision == FP32:
         return
     reason = refusal(precision, profile(core))

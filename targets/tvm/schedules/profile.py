@@ -27,8 +27,8 @@ class Profile:
     """A processor core. `lanes` are the float32 of a vector register, `registers` how many of those there are.
 
     `by_lane`: a multiply-add takes its multiplier from any lane of a register (NEON); elsewhere it is broadcast from
-    memory. `tiles` are for products, the widest first. Caches in bytes. `stored` is the type of what kernels leave for
-    others, of the weights of products, and of products.
+    memory. `tiles` are for products, the widest first, `dot_tile` for those of integers of eight bits. Caches in bytes.
+    `stored` is the type of what kernels leave for others, of the weights of products, and of products.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Profile:
     registers: int
     by_lane: bool
     tiles: tuple[Tile, ...]
+    dot_tile: Tile
     l1: int
     l2: int
     stored: str = FLOAT32
@@ -152,6 +153,7 @@ def _profile(name: str, isa: str, target: Mapping[str, Any], l1: int, l2: int) -
         registers=table["registers"],
         by_lane=table["by_lane"],
         tiles=tuple(Tile(rows, columns) for rows, columns in table["tiles"]),
+        dot_tile=Tile(*table["dot_tile"]),
         l1=l1,
         l2=l2,
     )

@@ -101,7 +101,7 @@ def _computes_only_this(call: Call, operand: Any) -> bool:
 
 
 class _Builder:
-    """Builds the new module. Equal functions on tensors of equal shapes are one.
+    """Builds the new module. Equal functions on tensors of equal shapes are one, and so are equal calls on the way.
 
     What only kernels read is of the type that the processor stores; everything else stays of float32.
     """
@@ -112,6 +112,7 @@ class _Builder:
         self.module, self.graph, self.kept, self.kernels, self.profile = module, graph, kept, kernels, profile
         self.builder = relax.BlockBuilder(module)
         self.functions: dict[tuple[Function, tuple[Argument, ...]], Any] = {}
+        self.made: dict[tuple[Function, tuple[Any, ...]], Any] = {}
         left = [binding.value for binding in kept if binding.var not in kernels]
         self.elsewhere = {var for value in (*left, graph.main.body.body) for var in variables(value)}
         self.written: dict[Any, Any] = {}
@@ -130,22 +131,31 @@ class _Builder:
         return relax.transform.DeadCodeElimination(["main"])(self.builder.get())
 
     def calls(self, var: Any, kernel: Kernel) -> list[Any]:
-        """A binding for each step, the last one that of the value itself."""
+        """A binding for each step that was not made before, the last one that of the value itself."""
         made: list[Any] = []
+        written: list[Any] = []
         for step in kernel.steps:
-            arguments = [self.argument(base, made) for base in step.arguments]
+            read = [self.read(base, written) for base in step.arguments]
+            key = (step.function, tuple(id(base) if isinstance(base, np.ndarray) else base for base in read))
             last = step is kernel.steps[-1]
+            if not last and key in self.made:
+                written.append(self.made[key])
+                continue
             elsewhere = last and var in self.elsewhere
-            call = self.call(step, arguments, FLOAT32 if elsewhere else self.profile.stored)
+            dtype = FLOAT32 if elsewhere else step.dtype or self.profile.stored
+            call = self.call(step, [_argument(base) for base in read], dtype)
             name = str(var.name) if last else step.function.name
-            made.append(relax.VarBinding(var if elsewhere else relax.DataflowVar(name, call.ty), call))
-        self.written[var] = made[-1].var
+            written.append(var if elsewhere else relax.DataflowVar(name, call.ty))
+            made.append(relax.VarBinding(written[-1], call))
+            self.made[key] = written[-1]
+        self.written[var] = written[-1]
         return made
 
-    def argument(self, base: Any, made: Sequence[Any]) -> Any:
+    def read(self, base: Any, written: Sequence[Any]) -> Any:
+        """What a step reads: an array, or the variable that holds what it asks for by now."""
         if isinstance(base, Temporary):
-            return made[base.step].var
-        return relax.const(np.ascontiguousarray(base)) if isinstance(base, np.ndarray) else self.written.get(base, base)
+            return written[base.step]
+        return base if isinstance(base, np.ndarray) else self.written.get(base, base)
 
     def call(self, step: Step, arguments: Sequence[Any], dtype: str) -> Any:
         read = (Argument(shape(argument), str(argument.ty.dtype)) for argument in arguments)
@@ -155,6 +165,10 @@ class _Builder:
             self.functions[key] = self.builder.add_func(function, step.function.name)
         out = relax.TensorType(step.shape, dtype)
         return self.builder.normalize(relax.call_tir(self.functions[key], relax.Tuple(list(arguments)), out_ty=out))
+
+
+def _argument(base: Any) -> Any:
+    return relax.const(np.ascontiguousarray(base)) if isinstance(base, np.ndarray) else base
 
 
 @dataclass(frozen=True, eq=False)

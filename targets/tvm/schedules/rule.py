@@ -52,12 +52,14 @@ class Temporary:
 class Step:
     """One call: `function` reads `arguments` (Relax variables, numpy arrays, temporaries) and writes a new tensor.
 
-    `shape` is that of the tensor: a temporary, but for the kernel's last step, whose tensor is the value asked for.
+    `shape` and `dtype` are the tensor's (None: of the type that the processor stores): a temporary, but for the
+    kernel's last step, whose tensor is the value asked for.
     """
 
     function: Function
     arguments: tuple[Any, ...]
     shape: Shape
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

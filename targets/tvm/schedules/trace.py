@@ -28,7 +28,7 @@ from attnrewrite.targets.tvm.schedules.view import Layout, View, contiguous, inv
 
 ONE = (
     *("abs", "negative", "exp", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "nn.relu", "nn.gelu", "nn.silu"),
-    *("log", "sin", "cos", "floor", "ceil", "square"),
+    *("log", "sin", "cos", "floor", "ceil", "round", "square"),
 )
 TWO = ("add", "subtract", "multiply", "divide", "maximum", "minimum")
 ORDERS = ("greater", "greater_equal", "less", "less_equal", "equal", "not_equal")

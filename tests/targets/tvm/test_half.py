@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 tvm = pytest.importorskip("tvm")
 
 # ruff: noqa: E402
-from scheduled import HOST, erf, scheduled, softmax, values, wide
+from kernels import HOST, erf, scheduled, softmax, values, wide
 from tvm import relax
 
 from attnrewrite.targets.tvm.schedules.cpu import pipeline

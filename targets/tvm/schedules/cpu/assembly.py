@@ -37,8 +37,8 @@ class Assembly:
         self.steps: list[Step] = []
         self.covers = list(covers)
 
-    def add(self, function: Function, arguments: Sequence[Any], written: Shape) -> Temporary:
-        self.steps.append(Step(function, tuple(arguments), written))
+    def add(self, function: Function, arguments: Sequence[Any], written: Shape, dtype: str | None = None) -> Temporary:
+        self.steps.append(Step(function, tuple(arguments), written, dtype))
         return Temporary(len(self.steps) - 1)
 
     def kernel(self) -> Kernel:

@@ -10,6 +10,7 @@ from attnrewrite.targets.tvm.schedules.cpu.convolution import CONVOLUTION
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import ARITHMETIC, JOIN, PAD
 from attnrewrite.targets.tvm.schedules.cpu.gather import TAKE
 from attnrewrite.targets.tvm.schedules.cpu.matmul import MATMUL
+from attnrewrite.targets.tvm.schedules.cpu.matmul_int8 import MATMUL_INT8
 from attnrewrite.targets.tvm.schedules.cpu.normalisation import GROUP_NORM, NORM, SOFTMAX
 from attnrewrite.targets.tvm.schedules.cpu.reduction import POOL, REDUCTION
 from attnrewrite.targets.tvm.schedules.profile import Profile
@@ -18,6 +19,7 @@ from attnrewrite.targets.tvm.schedules.rule import Rule
 
 RULES: tuple[Rule, ...] = (
     ATTENTION,
+    MATMUL_INT8,
     MATMUL,
     CONVOLUTION,
     NORM,

@@ -82,6 +82,11 @@ def name(value: Value) -> Value:
     return value if isinstance(value, int) else T.bind(value)
 
 
+def number(value: Value) -> Value:
+    """Integers as float32."""
+    return T.Cast(_like("float32", lanes_of(value)), value)
+
+
 def select(condition: Value, one: Value, other: Value) -> Value:
     return tirx.Select(condition, one, other)
 
@@ -101,7 +106,7 @@ def exp(x: Value) -> Value:
     power = name(T.floor(bounded * splat(1 / math.log(2), lanes) + splat(0.5, lanes)))
     rest = name(bounded - power * splat(LN2_HIGH, lanes) - power * splat(LN2_LOW, lanes))
     whole = name(T.Cast(_like("int32", lanes), power))
-    part = name(T.shift_right(whole, _integers(1, lanes)))
+    part = name(T.shift_right(whole, integers(1, lanes)))
     # In two factors, as 2^128 is not a number of the type.
     result = polynomial(rest, EXP) * _power_of_two(part, lanes) * _power_of_two(whole - part, lanes)
     return name(select(x < splat(LEAST_NORMAL, lanes), splat(0.0, lanes), result))
@@ -113,7 +118,7 @@ def falling_exp(x: Value, least: float = LEAST_NORMAL) -> Value:
     power = name(T.nearbyint(x * splat(1 / math.log(2), lanes)))
     rest = name(x - power * splat(LN2_HIGH, lanes) - power * splat(LN2_LOW, lanes))
     # The power is added to the exponent's bits.
-    exponent = T.shift_left(T.Cast(_like("int32", lanes), power), _integers(23, lanes))
+    exponent = T.shift_left(T.Cast(_like("int32", lanes), power), integers(23, lanes))
     bits = T.reinterpret(_like("int32", lanes), name(polynomial(rest, EXP))) + exponent
     result = T.reinterpret(_like("float32", lanes), bits)
     return name(select(x < splat(least, lanes), splat(0.0, lanes), result))
@@ -195,6 +200,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "negative": lambda x: splat(0.0, lanes_of(x)) - x,
     "power": T.pow,
     "relu": relu,
+    "round": T.nearbyint,
     "rsqrt": lambda x: splat(1.0, lanes_of(x)) / T.sqrt(x),
     "sigmoid": sigmoid,
     "silu": lambda x: x * sigmoid(x),
@@ -222,10 +228,11 @@ def _like(dtype: str, lanes: int) -> str:
 
 
 def _power_of_two(exponent: Value, lanes: int) -> Value:
-    bits = T.shift_left(exponent + _integers(127, lanes), _integers(23, lanes))
+    bits = T.shift_left(exponent + integers(127, lanes), integers(23, lanes))
     return T.reinterpret(_like("float32", lanes), bits)
 
 
-def _integers(value: int, lanes: int) -> Value:
+def integers(value: int, lanes: int) -> Value:
+    """A vector of 32-bit integers with the same one in every lane."""
     scalar = tirx.const(value, "int32")
     return scalar if lanes == 1 else tirx.Broadcast(scalar, lanes)

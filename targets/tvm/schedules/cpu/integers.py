@@ -1,0 +1,201 @@
+"""Products of integers of eight bits: operands in words of four, sums in 32 bits, arithmetic behind as in any product.
+
+The left operand is packed as the kernel before computes it, in blocks of as many rows as a tile has: a tile then reads
+one block and one panel of weights, both from their start to their end.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+
+from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu.dot import TURNS, WORD, Dot, dot_of, flipped, groups_of, words
+from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, scratch, steps, when
+from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
+from attnrewrite.targets.tvm.schedules.expression import Expression
+from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
+from attnrewrite.targets.tvm.schedules.rule import Argument
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape, unravel
+
+TASKS = 8  # parts to share among threads, where there are few panels
+
+
+def place(rows: Shape, row: Position) -> list[Position]:
+    """A row's place on each of the axes that make the rows."""
+    if len(rows) == 1:
+        return [row]
+    return [row // step % size if size > 1 else 0 for step, size in unravel(rows)]
+
+
+def first_row(block: Position, high: int, count: int) -> Position:
+    """The row that a block begins with."""
+    return tirx.min(block * high, count - high) if count % high else block * high
+
+
+@dataclass(frozen=True)
+class Words:
+    """`value` over [rows..., depth], rounded to integers, as words [blocks, groups, high].
+
+    The last block ends with the last row, and may share rows with the one before.
+    """
+
+    rows: Shape
+    depth: int
+    high: int
+    value: Expression
+    name: str = "words"
+
+    @property
+    def shape(self) -> Shape:
+        return -(-math.prod(self.rows) // self.high), groups_of(self.depth), self.high
+
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
+        dot = dot_of(profile)
+        assert dot is not None
+        blocks, groups, high = self.shape
+        count, wide = math.prod(self.rows), WORD * profile.lanes
+
+        def body(*buffers: Any) -> None:
+            def write(at: Position, word: Value) -> None:
+                word = vectors.name(flipped(word) if dot.unsigned else word)
+                vectors.store(buffers[-1], at, word, vectors.lanes_of(word), high)
+
+            with each((blocks,), count * self.depth) as (block,), steps(high) as i:
+                index = place(self.rows, vectors.name(first_row(block, high, count) + i))
+                begin = block * groups * high + i
+
+                def read(at: Position, lanes: int) -> Value:
+                    return vectors.name(evaluate(self.value, buffers, (*index, at), lanes))
+
+                def several(first: int, count: int, lanes: int) -> None:
+                    with steps(count) as chunk:
+                        found = words(read(first + chunk * lanes, lanes))
+                        write(begin + (first // WORD + chunk * (lanes // WORD)) * high, found)
+
+                done = self.depth // wide * wide
+                whole = self.depth // WORD * WORD
+                if done:
+                    several(0, done // wide, wide)
+                if whole > done:
+                    several(done, (whole - done) // WORD, WORD)
+                for group in range(whole // WORD, groups):  # what is beyond the depth is multiplied by zeros
+                    held = scratch(WORD)
+                    for lane in range(WORD):
+                        at = group * WORD + lane
+                        vectors.store(held, lane, read(at, 1) if at < self.depth else vectors.splat(0.0, 1), 1)
+                    write(begin + group * high, words(vectors.load(held, 0, WORD)))
+
+        return function(arguments, body)
+
+
+@dataclass(frozen=True)
+class IntegerProduct:
+    """out[m, n] = epilogue(sum_k left[m, k] right[k, n]) of integers.
+
+    The arguments numbered `left`, `right` and `start` are Words, weights as `dot.packed` has them, and what the sums of
+    the columns start with, where the instruction needs that. `out` and the epilogue have the shape [rows..., columns].
+    """
+
+    depth: int
+    left: int
+    right: int
+    start: int | None
+    out: Layout
+    epilogue: Expression
+    tile: Tile
+    name: str = "product_of_integers"
+
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
+        dot = dot_of(profile)
+        assert dot is not None
+        return function(arguments, lambda *buffers: _Writer(self, buffers, profile, dot).write())
+
+
+class _Writer:
+    """The statements of one product."""
+
+    def __init__(self, product: IntegerProduct, buffers: Sequence[Any], profile: Profile, dot: Dot) -> None:
+        self.product, self.buffers, self.dot, self.lanes = product, buffers, dot, profile.lanes
+        self.by_lane = profile.by_lane
+        *rows, self.columns = product.out.shape
+        self.rows, self.row_shape = math.prod(rows), tuple(rows)
+        self.high, self.wide = product.tile.rows, product.tile.columns
+        self.groups = groups_of(product.depth)
+        self.across, self.down = -(-self.columns // self.wide), -(-self.rows // self.high)
+        # A panel of weights stays in the cache while all rows go by; the parts of the rows are for more threads.
+        parts = 1 if self.across >= TASKS else min(self.down, -(-TASKS // self.across))
+        self.per_part = -(-self.down // parts)
+        self.parts = -(-self.down // self.per_part)
+        self.vectors = pieces(self.wide, self.lanes)
+
+    def write(self) -> None:
+        work = self.product.out.size * self.product.depth
+        with each((self.across, self.parts), work) as (panel, part), steps(self.per_part) as step:
+            block = vectors.name(tirx.min(part * self.per_part + step, self.down - 1))
+            sums = scratch(self.high * self.wide, "int32")
+            self.begin(sums, panel)
+            left = vectors.name(block * self.groups * self.high)
+            right = vectors.name(panel * self.groups * self.wide)
+            with steps(self.groups // TURNS) as chunk:
+                for turn in range(TURNS):
+                    group = chunk * TURNS + turn
+                    self.add(sums, left + group * self.high, right + group * self.wide)
+            self.finish(sums, block, panel)
+
+    def begin(self, sums: Any, panel: Position) -> None:
+        for row in range(self.high):
+            for begin, lanes in self.vectors:
+                value = vectors.integers(0, lanes)
+                if self.product.start is not None:
+                    value = vectors.load(self.buffers[self.product.start], panel * self.wide + begin, lanes)
+                vectors.store(sums, row * self.wide + begin, value, lanes)
+
+    def add(self, sums: Any, left: Position, right: Position) -> None:
+        """One word of depth: four products for each sum."""
+        weights = self.buffers[self.product.right]
+        loaded = [vectors.name(vectors.load(weights, right + begin, lanes)) for begin, lanes in self.vectors]
+        for row, word in enumerate(self.multipliers(left)):
+            for (begin, lanes), vector in zip(self.vectors, loaded, strict=True):
+                at = row * self.wide + begin
+                value = self.dot.add(vectors.load(sums, at, lanes), vectors.splat(word, lanes), vector)
+                vectors.store(sums, at, value, lanes)
+
+    def multipliers(self, left: Position) -> list[Value]:
+        """A word of each row: lanes of vectors where a processor multiplies by those."""
+        words = self.buffers[self.product.left]
+        if not self.by_lane:
+            return [vectors.load(words, left + row, 1) for row in range(self.high)]
+        found: list[Value] = []
+        for begin, lanes in pieces(self.high, self.lanes):
+            held = vectors.name(vectors.load(words, left + begin, lanes))
+            found += [held] if lanes == 1 else [vectors.lane(held, lane) for lane in range(lanes)]
+        return found
+
+    def finish(self, sums: Any, block: Position, panel: Position) -> None:
+        """Write the sums, row by row: side by side, the code of all rows would take the compiler a long time."""
+        memory = scratch(self.high * self.wide, "int32")
+        for row in range(self.high):
+            for begin, lanes in self.vectors:
+                at = row * self.wide + begin
+                vectors.store(memory, at, vectors.load(sums, at, lanes), lanes)
+        narrow, first = self.columns % self.wide, vectors.name(first_row(block, self.high, self.rows))
+
+        def store(width: int) -> None:
+            with steps(self.high) as row:
+                index = place(self.row_shape, first + row)
+                for begin, lanes in pieces(width, 2 * self.lanes):
+                    value = vectors.load(memory, row * self.wide + begin, lanes)
+                    self.store((*index, panel * self.wide + begin), lanes, vectors.number(value))
+
+        if not narrow or self.across == 1:
+            store(narrow or self.wide)
+        else:
+            when(panel < self.across - 1, lambda: store(self.wide), lambda: store(narrow))
+
+    def store(self, index: Sequence[Position], lanes: int, value: Value) -> None:
+        out = self.product.out
+        value = evaluate(self.product.epilogue, self.buffers, index, lanes, vectors.name(value))
+        vectors.store(self.buffers[-1], address(out, index), value, lanes, out.strides[-1])

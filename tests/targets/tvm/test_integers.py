@@ -1,0 +1,126 @@
+"""Products of integers of eight bits: exactly numpy's, rounded once for all that read them, and nothing else's."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+tvm = pytest.importorskip("tvm")
+
+# ruff: noqa: E402
+from kernels import HOST, PROCESSORS, close, scheduled, values, wide
+from tvm import relax
+
+from attnrewrite.targets.devices.arm_cpu import ArmCpu
+from attnrewrite.targets.tvm.schedules.cpu.dot import dot_of
+from attnrewrite.targets.tvm.schedules.cpu.pipeline import schedule
+from attnrewrite.targets.tvm.schedules.profile import Profile, profile
+
+DRAWN = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+# In float32, sums of so few products are as exact.
+TAKEN = ["matmul int8"] if dot_of(HOST) is not None else ["elementwise", "matmul"]
+sizes = st.integers(1, 70)
+
+
+def rounded(x: Any, factor: Any, bound: float = 127) -> Any:
+    return relax.op.clip(relax.op.round(relax.op.multiply(x, factor)), -bound, bound)
+
+
+def integers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).integers(-127, 128, shape).astype(np.float32)
+
+
+@DRAWN
+@given(
+    batch=st.integers(1, 3), rows=sizes, depth=sizes, columns=sizes,
+    kind=st.sampled_from(["normal", "halves", "huge", "zero", "tiny"]), processor=st.sampled_from(PROCESSORS),
+)  # fmt: skip
+def test_products_of_integers_are_exact(
+    batch: int, rows: int, depth: int, columns: int, kind: str, processor: Profile
+) -> None:
+    x, factor = values((batch, rows, depth), (batch, rows, 1))
+    scale = {"normal": 60.0, "halves": 0.0, "huge": 1e30, "zero": 0.0, "tiny": 1e-30}[kind]
+    x = integers(batch, rows, depth) * np.float32(0.5) if kind == "halves" else x * np.float32(scale)
+    factor = np.ones_like(factor) if kind == "halves" else np.abs(factor)
+    weight = integers(depth, columns)
+    rules, run = scheduled([x, factor], lambda x, f, w: relax.op.matmul(rounded(x, f), w), [weight], processor)
+    assert rules == TAKEN
+    left = np.clip(np.rint(x * factor), -127, 127).astype(np.int64)
+    np.testing.assert_array_equal(run(), left @ weight.astype(np.int64))
+
+
+@DRAWN
+@given(rows=sizes, depth=sizes, columns=sizes, strided=st.booleans(), processor=st.sampled_from(PROCESSORS))
+def test_arithmetic_follows_in_the_same_kernel(
+    rows: int, depth: int, columns: int, strided: bool, processor: Profile
+) -> None:
+    x, factor, residual = values((2, depth, rows) if strided else (2, rows, depth), (2, rows, 1), (2, rows, columns))
+    unit, bias = values((columns,), (columns,))
+
+    def layer(x: Any, f: Any, r: Any, w: Any, unit: Any, bias: Any) -> Any:
+        x = relax.op.permute_dims(x, (0, 2, 1)) if strided else x
+        sums = relax.op.matmul(rounded(x, f), w)
+        scaled = relax.op.multiply(relax.op.multiply(sums, f), unit)
+        return relax.op.add(r, relax.op.nn.relu(relax.op.add(scaled, bias)))
+
+    weight = integers(depth, columns)
+    rules, run = scheduled([x, factor, residual], layer, [weight, unit, bias], processor)
+    assert rules == TAKEN
+    left = np.clip(np.rint((x.swapaxes(1, 2) if strided else x) * factor), -127, 127)
+    second, third, fourth, fifth, sixth = wide(factor, residual, unit, bias, weight)
+    close(run(), third + np.maximum(left.astype(np.float64) @ sixth * second * fourth + fifth, 0))
+
+
+def linear(weight: np.ndarray, *, bound: float = 127, rounds: bool = True) -> Callable[..., Any]:
+    def body(x: Any, f: Any) -> Any:
+        left = rounded(x, f, bound) if rounds else relax.op.clip(relax.op.multiply(x, f), -bound, bound)
+        return relax.op.matmul(left, relax.const(weight))
+
+    return body
+
+
+NO_INTEGERS = {
+    "weights between integers": (linear(integers(8, 8) + np.float32(0.5)), HOST),
+    "weights beyond eight bits": (linear(integers(8, 8) * 2), HOST),
+    "activations beyond eight bits": (linear(integers(8, 8), bound=128), HOST),
+    "activations that are not rounded": (linear(integers(8, 8), rounds=False), HOST),
+    "no instructions": (linear(integers(8, 8)), replace(HOST, target={"kind": "llvm", "mcpu": HOST.target["mcpu"]})),
+}
+
+
+@pytest.mark.parametrize("case", NO_INTEGERS)
+def test_other_products_stay_in_float32(case: str) -> None:
+    body, processor = NO_INTEGERS[case]
+    rules, _ = scheduled(values((4, 8), (4, 1)), body, processor=processor)
+    assert rules == ["elementwise", "matmul"]
+
+
+def test_rows_are_rounded_once_for_all_that_read_them() -> None:
+    builder = relax.BlockBuilder()
+    x, f = (relax.Var(name, relax.TensorType(shape, "float32")) for name, shape in (("x", (9, 8)), ("f", (9, 1))))
+    with builder.function("main", [x, f]):
+        with builder.dataflow():
+            left = builder.emit(rounded(x, f))
+            made = [builder.emit(relax.op.matmul(left, relax.const(integers(8, 8 + n)))) for n in range(3)]
+            found = builder.emit_output(relax.Tuple(made))
+        builder.emit_func_output(found)
+    done = schedule(builder.get(), profile("cortex-a76"))
+    called = [str(binding.value.args[0].name_hint) for binding in done.module["main"].body.blocks[0].bindings[:-1]]
+    assert sorted(name.rstrip("_0123456789") for name in called) == [*3 * ["product_of_integers"], "words"]
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 7, 5), (13, 50, 37), (8, 16, 12)])
+def test_an_arm_processor_gives_the_same_integers(rows: int, depth: int, columns: int, tmp_path: Any) -> None:
+    torch.manual_seed(rows)
+    layer, x = nn.Linear(depth, columns).eval(), 10 * torch.randn(2, rows, depth)
+    x[:, 0] = 0
+    made = ArmCpu(precision="int8").lower("layer", layer, (x,), tmp_path, threads=1)
+    # Only the last arithmetic is in float32: no integer may be another one.
+    assert made.max_abs_error <= 1e-6 * float(layer(x).detach().abs().max())
+    assert "matmul int8" in [each.rule for each in made.operators]
