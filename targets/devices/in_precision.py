@@ -31,5 +31,5 @@ def loss(precision: str) -> Refusal | None:
 
 
 def answering(call: Callable[[Sequence[Tensor]], Sequence[np.ndarray]]) -> Callable[[Tensor], Tensor]:
-    """A program's first output for its one input."""
-    return lambda given: torch.from_numpy(call((given,))[0])
+    """The first output of a program that takes one input, a picture, in float32."""
+    return lambda given: torch.from_numpy(call((given.float(),))[0])

@@ -267,8 +267,8 @@ def test_what_compression_costs_is_measured_on_pictures(tmp_path: Path) -> None:
 def test_the_terminal_tells_bytes_and_accuracy() -> None:
     how = {"model": "it", "n": 4}
     measured = {
-        "model": {**how, "top1": 75.0, "agreement": None},
-        "artifact": {**how, "top1": 50.0, "agreement": 75.0},
+        "model": {**how, "top1": 75.0, "agreement": None, "logit_mse": None},
+        "artifact": {**how, "top1": 50.0, "agreement": 75.0, "logit_mse": 0.25},
     }
     files = ("artifact.json", "model.mlpackage")
     artifact = Artifact("it", "coreml-npu", Path("out"), files, 9, 0.0, 1.0, "looked at it", "none")
@@ -277,14 +277,15 @@ def test_the_terminal_tells_bytes_and_accuracy() -> None:
     assert made_lines(told).splitlines()[1:] == [
         "int8 on 17 weights: 1,010 bytes, 50% of 2,000",
         "the model on 4 images: top-1 75.00 %",
-        "the artifact on 4 images: top-1 50.00 %, agreement with the model 75.00 %",
+        "the artifact on 4 images: top-1 50.00 %, agreement with the model 75.00 %, "
+        "squared distance of the logits 0.25 on average",
     ]
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no such method": ("coreml-npu", {"compress": "int9"}, "unknown compression 'int9': did you mean 'int8'"),
     "another target": ("host", {"compress": "int8"}, "'host' has no --compress: leave it out, or lower for coreml-npu"),
-    "data for another target": ("host", {"data": [X]}, "'host' has no --data: leave it out, or lower for coreml-npu"),
+    "data for another target": ("gpu", {"data": [X]}, "'gpu' has no --data: leave it out, or lower for host"),
     "tensors for pictures": (
         "coreml-npu", {"data": [X], "image_input": True, "mean": 0.5, "std": 0.5}, "the artifact takes pictures: give"
     ),
