@@ -1,7 +1,7 @@
 """Instructions that an aarch64 processor executes for a call: our schedules, forms beside softmax, others' counts.
 
     python benchmarks/arm.py [--models deit_tiny_patch16_224] [--sizes 224 512] [--forms original l1]
-                             [--precision fp32 fp16] [--peers FILE]
+                             [--precisions fp32 fp16] [--peers FILE]
 
 Batch 1, one thread, random weights from one seed; counted exactly under qemu's user-mode emulation in a second call,
 and held to torch. Instructions are no time: a prefetch counts like a multiply-add. As many multiply-adds fit in one
@@ -83,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=["deit_tiny_patch16_224"], help="names in timm")
     parser.add_argument("--sizes", nargs="+", type=int, default=[224], help="rows and columns of the image")
     parser.add_argument("--forms", nargs="+", default=[ORIGINAL, "l1"], help="original, or l1, polynomial:rank=2, ...")
-    parser.add_argument("--precision", nargs="+", default=["fp32"], choices=LANES, help="what products are computed in")
+    parser.add_argument(
+        "--precisions", nargs="+", default=["fp32"], choices=LANES, help="what products are computed in"
+    )
     parser.add_argument("--cpu", default="cortex-a76")
     parser.add_argument("--peers", type=Path, help="a file with the counts of other runtimes")
     given = parser.parse_args(arguments)
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("|-|-|-|-|-|-|-|-|-|")
     for model in given.models:
         for size in given.sizes:
-            show(model, size, given.forms, given.precision, given.cpu)
+            show(model, size, given.forms, given.precisions, given.cpu)
     for name, billions in others:
         print(f"| {given.models[0]} | {given.sizes[0]} | original in {name} | | {billions:.3f} | | | | |")
 

@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,16 +69,11 @@ class Host(Target):
     ) -> tuple[Run, ...]:
         wide = in_float32(module, example_inputs)
         runs = []
-        ours = f"schedule: {tvm_compat.CPU_SCHEDULE}, products in {self.precision}"
-        runtimes: dict[str, Runtime] = {
-            **_OTHERS,
-            "tvm": (partial(_tvm, precision=self.precision), (ours,), self.precision),
-        }
-        for runtime, (prepare, notes, precision) in runtimes.items():
+        for runtime, prepare in _RUNTIMES.items():
             try:
-                call, size_bytes = prepare(wide.module, wide.inputs, threads)
+                precision, call, size_bytes, note = prepare(wide, threads, self.precision)
                 agreement = agreed(f"{name} in {runtime}", arrays(call()), wide, precision)
-                note = "; ".join(notes + wide.notes)
+                note = "; ".join(filter(None, (note, *wide.notes)))
                 runs.append(Run(runtime, call, agreement.max_abs_error, size_bytes, None, note))
             except AttnRewriteError as error:
                 runs.append(Run.refused(runtime, Refusal("failed", str(error))))
@@ -96,11 +90,13 @@ class Host(Target):
         return over_rpc.run(name, wide, build, device, threads, self.precision)
 
 
-Called = tuple[Callable[[], object], int]
-Runtime = tuple[Callable[[nn.Module, tuple[Tensor, ...], int], Called], tuple[str, ...], str]
+# The precision that a runtime computes in, a call, the bytes that it takes, and what to know about it.
+Called = tuple[str, Callable[[], object], int, str]
 
 
-def _eager(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Called:
+def _eager(wide: Prepared, threads: int, _: str) -> Called:
+    module, inputs = wide.module, wide.inputs
+
     def call() -> object:
         # The number of threads belongs to the process: set on each call, as nothing else keeps it.
         torch.set_num_threads(threads)
@@ -108,14 +104,19 @@ def _eager(module: nn.Module, inputs: tuple[Tensor, ...], threads: int) -> Calle
             return module(*inputs)
 
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
-    return call, sum(sizes.values())
+    return FP32, call, sum(sizes.values()), ""
 
 
-def _tvm(module: nn.Module, inputs: tuple[Tensor, ...], threads: int, *, precision: str) -> Called:
+def _onnxruntime(wide: Prepared, threads: int, _: str) -> Called:
+    return FP32, *onnx_runtime.prepare(wide.module, wide.inputs, threads), ""
+
+
+def _tvm(wide: Prepared, threads: int, precision: str) -> Called:
     Host().require_build()
     with tempfile.TemporaryDirectory() as folder:
-        library, _ = _link(module, inputs, Path(folder), precision)
-        return tvm_compat.bind(library, inputs, threads), library.stat().st_size
+        library, _ = _link(wide.module, wide.inputs, Path(folder), precision)
+        note = f"schedule: {tvm_compat.CPU_SCHEDULE}, products in {precision}"
+        return precision, tvm_compat.bind(library, wide.inputs, threads), library.stat().st_size, note
 
 
 def _link(
@@ -126,8 +127,9 @@ def _link(
     return tvm_compat.export_library(made.executable, folder / "model.so", tvm_compat.host_linker()), made
 
 
-# What users compare with: each runtime's way to prepare a call, what to know about the result, and its precision.
-_OTHERS: dict[str, Runtime] = {
-    "torch eager": (_eager, (), FP32),
-    "onnxruntime": (onnx_runtime.prepare, (), FP32),
+# Each runtime's way to prepare a call in a precision; only ours has several.
+_RUNTIMES: dict[str, Callable[[Prepared, int, str], Called]] = {
+    "torch eager": _eager,
+    "onnxruntime": _onnxruntime,
+    "tvm": _tvm,
 }

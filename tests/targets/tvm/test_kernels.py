@@ -3,7 +3,7 @@
 A case is a Relax function of one operator and what follows it, scheduled, compiled and run; its reference is numpy's.
 """
 
-from dataclasses import replace
+import math
 
 import numpy as np
 import pytest
@@ -13,26 +13,24 @@ from hypothesis import strategies as st
 tvm = pytest.importorskip("tvm")
 
 # ruff: noqa: E402
-from scheduled import HOST, Shape, erf, scheduled, softmax, values, wide
+from kernels import HOST, PROCESSORS, Shape, close, scheduled, values, wide
 from tvm import relax
 
-from attnrewrite.targets.agreement import FLOAT32
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
-from attnrewrite.targets.tvm.schedules.profile import Profile, profile
+from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 
 DRAWN = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-# The widths, tiles and lanes of other instruction sets, compiled for this machine.
-PROCESSORS = [HOST, *(replace(profile(name), target=HOST.target) for name in ("cortex-a76", "haswell"))]
 
 
-def close(found: np.ndarray, expected: np.ndarray, scale: float | None = None) -> None:
-    """Within the tolerance of an artifact, relative to the largest value (`scale`, where terms cancel)."""
-    assert found.shape == expected.shape
-    largest = np.abs(expected).max(initial=0.0) if scale is None else scale
-    assert np.isfinite(found).all()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32 * largest + np.finfo(np.float32).tiny)
+def erf(x: np.ndarray) -> np.ndarray:
+    return np.vectorize(math.erf)(x)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
 
 
 sizes = st.integers(1, 70)

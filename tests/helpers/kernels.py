@@ -1,16 +1,19 @@
-"""Relax functions of a few operators through the CPU schedules: what is made of them, and numpy's functions beside."""
+"""Relax functions scheduled, compiled and run, for tests of kernels: what is expected of them is numpy's."""
 
-import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import tvm
 from tvm import relax
 
+from attnrewrite.targets.agreement import FLOAT32
 from attnrewrite.targets.tvm.schedules.cpu import pipeline
 from attnrewrite.targets.tvm.schedules.profile import Profile, profile
 
 HOST = profile("host")
+# The widths, tiles and lanes of other instruction sets, compiled for this machine.
+PROCESSORS = [HOST, *(replace(profile(name), target=HOST.target) for name in ("cortex-a76", "haswell"))]
 Shape = tuple[int, ...]
 
 
@@ -42,10 +45,9 @@ def wide(*arrays: np.ndarray) -> list[np.ndarray]:
     return [array.astype(np.float64) for array in arrays]
 
 
-def erf(x: np.ndarray) -> np.ndarray:
-    return np.vectorize(math.erf)(x)
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    powers = np.exp(x - x.max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True)
+def close(found: np.ndarray, expected: np.ndarray, scale: float | None = None) -> None:
+    """Within the tolerance of an artifact, relative to the largest value (`scale`, where terms cancel)."""
+    assert found.shape == expected.shape
+    largest = np.abs(expected).max(initial=0.0) if scale is None else scale
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32 * largest + np.finfo(np.float32).tiny)
