@@ -133,6 +133,13 @@ def loaded(package: Path) -> Any:
     return ct.models.MLModel(str(package), compute_units=ct.ComputeUnit.CPU_AND_NE)
 
 
+def unloaded(package: Path) -> Any:
+    """The package as coremltools sends it to a device."""
+    import coremltools as ct
+
+    return ct.models.MLModel(str(package), compute_units=ct.ComputeUnit.CPU_AND_NE, skip_model_load=True)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keeps coremltools' progress bars and remarks on versions from the terminal; errors still come as exceptions."""

@@ -14,6 +14,7 @@ from attnrewrite.targets.base import Artifact, Availability, Pricing, Run, Targe
 from attnrewrite.targets.devices import over_rpc
 from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
 from attnrewrite.targets.runners import qemu
+from attnrewrite.targets.runners.device_process import require_patience
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
@@ -48,8 +49,7 @@ class ArmCpu(Target):
         if self.system is not None and self.system not in systems():
             raise unknown_name("system", self.system, systems())
         over_rpc.device(self.rpc, self.rpc_timeout)
-        if self.emulation_s <= 0:
-            raise InputError(f"emulation_s {self.emulation_s!r} must be a number of seconds above zero")
+        require_patience("emulation_s", self.emulation_s)
 
     def availability(self) -> Availability:
         return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED if self.rpc is None else None)
