@@ -71,8 +71,8 @@ ENGINE = (
 LAYOUTS = {"engine": (*NEEDED, *ENGINE), "as-is": NEEDED}
 
 
-def pipeline(layout: str = "engine") -> Any:
-    """coremltools' default PassPipeline with ours in it: `ct.convert(..., pass_pipeline=pipeline())`.
+def coreml_pipeline(layout: str = "engine") -> Any:
+    """coremltools' default PassPipeline with ours in it: `ct.convert(..., pass_pipeline=coreml_pipeline())`.
 
     `layout` is "engine", or "as-is" for the exporter's own. InputError for any other.
     """

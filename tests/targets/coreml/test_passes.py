@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError
+from attnrewrite.passes import coreml_pipeline
 from attnrewrite.targets.coreml import interpreter
 from attnrewrite.targets.coreml.engine_rules import lint
 from attnrewrite.targets.coreml.passes import (
@@ -23,7 +24,7 @@ from attnrewrite.targets.coreml.passes import (
     transposes_down,
     views,
 )
-from attnrewrite.targets.coreml.pipeline import LAYOUTS, pipeline
+from attnrewrite.targets.coreml.pipeline import LAYOUTS
 
 ct = pytest.importorskip("coremltools", reason="coremltools is not installed")
 from coremltools.converters.mil.mil import Builder as mb  # noqa: E402
@@ -305,7 +306,7 @@ def test_the_pipeline_serves_anyones_conversion() -> None:
     for layout in LAYOUTS:
         made = ct.convert(
             exported, convert_to="milinternal", minimum_deployment_target=ct.target.iOS17,
-            compute_precision=ct.precision.FLOAT32, pass_pipeline=pipeline(layout),
+            compute_precision=ct.precision.FLOAT32, pass_pipeline=coreml_pipeline(layout),
         )  # fmt: skip
         (found,) = interpreter.interpret(
             made, dict(zip(made.functions["main"].inputs, inputs, strict=True))
@@ -319,4 +320,4 @@ def test_the_pipeline_serves_anyones_conversion() -> None:
 
 def test_an_unknown_layout_names_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean 'engine'"):
-        pipeline("engines")
+        coreml_pipeline("engines")
