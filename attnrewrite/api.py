@@ -262,6 +262,9 @@ def compare(
     precision: str | None = None,
     rpc: str | None = None,
     rpc_timeout: float | None = None,
+    device: str | None = None,
+    development_team: str | None = None,
+    device_timeout: float | None = None,
     earlier: records.Comparison | None = None,
     progress: Progress | None = None,
     **how: Any,
@@ -270,8 +273,9 @@ def compare(
 
     The first model is what the others' agreement is taken against. With `rpc`, "host:port", arm-cpu is also measured on
     a device (a Linux board, where `python -m tvm.exec.rpc_server` runs) whose core is `cpu`, within `rpc_timeout`
-    seconds for each model; it and TVM on the host compute in `precision`. What `earlier`
-    (`evaluation.records.load_comparison`) has measured is not measured again.
+    seconds for each model; it and TVM on the host compute in `precision`. With `device`, coreml-npu is measured on the
+    iPhone of that name, connected to this Mac, by an app that `development_team` signs, within `device_timeout`
+    seconds. What `earlier` (`evaluation.records.load_comparison`) has measured is not measured again.
 
     Raises:
         InputError: a model, a target or the data cannot be used.
@@ -286,7 +290,8 @@ def compare(
         inputs = _one_call(loaded, module)
         compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free)
     images = None if data is None else load_images(data)
-    options = {"cpu": cpu, "precision": precision, "rpc": rpc, "rpc_timeout": rpc_timeout}
+    options = {"cpu": cpu, "precision": precision, "rpc": rpc, "rpc_timeout": rpc_timeout, "device": device}
+    options |= {"development_team": development_team, "device_timeout": device_timeout}
     found = compare_models(
         compared, names("targets", targets), images, threads=count, options=options, earlier=earlier, progress=progress
     )

@@ -36,6 +36,7 @@ _WHERE = {
     **dict.fromkeys(("ExportedRewrite", "rewrite"), "attnrewrite.passes.fx.exported"),
     "FxRewrite": "attnrewrite.passes.fx.rewrite",
     "OnnxRewrite": "attnrewrite.passes.onnx.rewrite",
+    "coreml_pipeline": "attnrewrite.targets.coreml.pipeline",  # by name alone: nothing here knows of targets
 }
 
 

@@ -215,6 +215,16 @@ def compare(
     rpc_timeout: Annotated[
         float | None, typer.Option(help="Seconds that one model may take there.", show_default="120")
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="An iPhone at this Mac to measure on, for coreml-npu, as Xcode names it."),
+    ] = None,
+    development_team: Annotated[
+        str | None, typer.Option(metavar="ID", help="The developers' team that signs for it.")
+    ] = None,
+    device_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that one model may take there.", show_default="600")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep what the output folder's report has measured, and measure the rest.")
     ] = False,
@@ -246,8 +256,9 @@ def compare(
         return _would(f"compare {', '.join(models)} on {', '.join(target)}", models=list(models), targets=target)
     with bars() as progress:
         found = api.compare(
-            models, targets=target, data=images, threads=run.execution.threads, cpu=cpu, precision=precision,
-            rpc=rpc, rpc_timeout=rpc_timeout, earlier=earlier, progress=progress,
+            models, targets=target, data=images, threads=run.execution.threads, cpu=cpu, precision=precision, rpc=rpc,
+            rpc_timeout=rpc_timeout, device=device, development_team=development_team, device_timeout=device_timeout,
+            earlier=earlier, progress=progress,
         )  # fmt: skip
     with staged(out, force=output.force or resume) as folder:
         found.to_json(folder / "report.json")

@@ -15,7 +15,9 @@ from attnrewrite.targets.prepare import arrays
 
 Key = tuple[str, str, str]  # model, target, runtime
 CHANGING = frozenset({"date", "models", "targets", "memory_bytes"})  # what two runs of one comparison may differ in
-PATIENCE = frozenset({"rpc_timeout", "emulation_s"})  # options of targets that change nothing of what is built
+PATIENCE = frozenset(
+    {"rpc_timeout", "emulation_s", "device_timeout", "development_team"}
+)  # options of targets that change nothing of what is built
 BEFORE = "measured in an earlier run, "
 
 

@@ -1,4 +1,4 @@
-"""What a Mac says of a package: the processor that Core ML plans for each operator, and how long it takes to load.
+"""What a Mac, or an iPhone at one, says of a package: the processor planned for each operator, and loading times.
 
 The engine's rules (`engine_rules.py`) are what others found out; this is what the system itself plans.
 """
@@ -41,9 +41,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to be called, how long it took to load for the first time and again, and Core ML's plan for it."""
+    """How long a model took to load for the first time and again, and Core ML's plan for it."""
 
-    model: Any
     first_ms: float
     again_ms: float
     plan: Plan | Refusal
@@ -53,11 +52,11 @@ class Loaded:
         return f"loaded in {self.first_ms:.0f} ms, again in {self.again_ms:.0f} ms; {told}"
 
 
-def load(path: Path) -> Loaded:
+def load(path: Path) -> tuple[Any, Loaded]:
     """The package at `path` as Core ML runs it on this Mac; the first load compiles it for the processors."""
     _, first = _timed(path)
     model, again = _timed(path)
-    return Loaded(model, first, again, planned(model))
+    return model, Loaded(first, again, planned(model))
 
 
 def _timed(path: Path) -> tuple[Any, float]:

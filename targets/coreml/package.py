@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.targets.coreml import spelling
-from attnrewrite.targets.coreml.pipeline import LAYOUTS, pipeline
+from attnrewrite.targets.coreml.pipeline import LAYOUTS, coreml_pipeline
 from attnrewrite.targets.pictures import COLORS
 from attnrewrite.targets.record import Labels
 
@@ -24,7 +24,7 @@ MINIMUMS = ("iOS17", "iOS18")  # the oldest systems that a package may be made f
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a package is made. `layout` as in `pipeline`; `minimum` is one of MINIMUMS; `about` is its description.
+    """How a package is made. `layout` as in `coreml_pipeline`; `minimum` is of MINIMUMS; `about` is its description.
 
     `image`: its input is an image of 8 bits a channel, which the program reads as [1, C, H, W] in 0..255. With `labels`
     it answers with a name and a dictionary; a softmax that they ask for is the program's last operator. `settled`: what
@@ -65,7 +65,7 @@ def convert(
         program = spelling.readable(program)
     tried: set[object] = set()
     while True:
-        edited = pipeline(wanted.layout)
+        edited = coreml_pipeline(wanted.layout)
         try:
             with quiet():
                 model = _converted(program, precision, wanted, edited, frozenset(wide))
@@ -131,6 +131,13 @@ def loaded(package: Path) -> Any:
     import coremltools as ct
 
     return ct.models.MLModel(str(package), compute_units=ct.ComputeUnit.CPU_AND_NE)
+
+
+def unloaded(package: Path) -> Any:
+    """The package as coremltools sends it to a device."""
+    import coremltools as ct
+
+    return ct.models.MLModel(str(package), compute_units=ct.ComputeUnit.CPU_AND_NE, skip_model_load=True)
 
 
 @contextlib.contextmanager

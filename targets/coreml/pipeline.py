@@ -9,11 +9,13 @@ from attnrewrite.errors import unknown_name
 from attnrewrite.targets.coreml.passes import (
     attention_by_heads,
     channels_first,
+    epsilons_in_half,
     gathers_as_slices,
     low_rank,
     masks_in_half,
     merge_axes,
     merge_moves,
+    sums_of_stacks,
     transposes_down,
 )
 
@@ -47,6 +49,8 @@ NEEDED = (
 ENGINE = (
     MilPass("gathers_as_slices", gathers_as_slices.apply, SETTLED, "slices are movement, which the others see through"),
     MilPass("masks_in_half", masks_in_half.apply, SETTLED, "while masks are still whole constants"),
+    MilPass("epsilons_in_half", epsilons_in_half.apply, SETTLED, "and before elementwise operators move"),
+    MilPass("sums_of_stacks", sums_of_stacks.apply, SETTLED, "stacks have an axis that no layout has, sums have not"),
     MilPass(
         "four_axes", partial(merge_axes.apply, linear=3, others=4), SETTLED,
         "linear layers of [batch, tokens, channels] and products of rank 4 are what the next passes know",
@@ -67,8 +71,8 @@ ENGINE = (
 LAYOUTS = {"engine": (*NEEDED, *ENGINE), "as-is": NEEDED}
 
 
-def pipeline(layout: str = "engine") -> Any:
-    """coremltools' default PassPipeline with ours in it: `ct.convert(..., pass_pipeline=pipeline())`.
+def coreml_pipeline(layout: str = "engine") -> Any:
+    """coremltools' default PassPipeline with ours in it: `ct.convert(..., pass_pipeline=coreml_pipeline())`.
 
     `layout` is "engine", or "as-is" for the exporter's own. InputError for any other.
     """

@@ -2,8 +2,9 @@
 
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +17,12 @@ from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Estimate, Pricing, Run, Target, size_bytes
 from attnrewrite.targets.coreml import compression, interpreter, latency, lowering, on_mac, package
 from attnrewrite.targets.coreml.labels import named, read_labels
+from attnrewrite.targets.devices import on_phone
 from attnrewrite.targets.prepare import arrays, canonical, each_once, in_float32, reference
 
-NOT_MEASURED = Refusal("needs-device", "Core ML predicts on a Mac or an iPhone only")
+NOT_MEASURED = Refusal(
+    "needs-device", "Core ML predicts on a Mac only, or on an iPhone connected to one (--device NAME)"
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,9 @@ class CoreMLNpu(Target):
     `layout` is "engine", for the Neural Engine, or "as-is", the exporter's own; `minimum_target` is the oldest system
     that it is for. With `image_input`, its input is an image, with `labels` (names, or a file of one a line) it answers
     with the name of a class and the probability of each. `compress` is a method of `compression.METHODS`.
+
+    `device` is the name of an iPhone (or another device of Apple's) connected to this Mac, to measure on; for it
+    `development_team` signs coremltools' app, by its identifier, and a model may take `device_timeout` seconds.
     """
 
     layout: str = "engine"
@@ -35,6 +42,9 @@ class CoreMLNpu(Target):
     image_input: bool = False
     labels: str | Path | tuple[str, ...] | None = None
     compress: str | None = None
+    device: str | None = None
+    development_team: str | None = None
+    device_timeout: float = on_phone.TIMEOUT_S
 
     name = "coreml-npu"
     summary = "Apple's Neural Engine: Core ML ML Program (iOS 17, macOS 14), float16"
@@ -44,11 +54,12 @@ class CoreMLNpu(Target):
         if find_spec("coremltools") is None:
             missing = Refusal("not-installed", "coremltools is not installed (pip install 'attnrewrite[coreml]')")
             return Availability(build=missing, measure=missing)
-        on_mac = platform.system() == "Darwin"
-        return Availability(build=None, measure=None if on_mac else NOT_MEASURED)
+        elsewhere = self.device is None and platform.system() != "Darwin"
+        return Availability(build=None, measure=NOT_MEASURED if elsewhere else None)
 
     def __post_init__(self) -> None:
         self._wanted("")
+        self._phone()
         if self.labels is not None:
             read_labels(self.labels)
         refused = None if self.compress is None else compression.refusal(self.compress)
@@ -125,10 +136,21 @@ class CoreMLNpu(Target):
         reason = self.availability().measure
         if reason is not None:
             return (Run.refused("core ml", reason),)
+        phone = self._phone()
+        measure = _on_this_mac if phone is None else partial(on_phone.run, at=phone)
         try:
-            return (_predictor(f"{name} in Core ML", module, example_inputs, self._wanted(name)),)
+            wide = in_float32(module, example_inputs)
+            taken, _ = _as_core_ml_takes(wide.inputs)
+            program, module, _ = each_once(wide.module, taken)
+            with tempfile.TemporaryDirectory() as folder:
+                path = package.convert(canonical(program), Path(folder), "FLOAT16", self._wanted(name))
+                return (measure(name, path, arrays(taken), reference(module, wide.inputs)),)
         except AttnRewriteError as error:
             return (Run.refused("core ml", Refusal("failed", str(error))),)
+
+    def _phone(self) -> on_phone.Phone | None:
+        """The device to measure on, None for this machine. InputError where it is named as none can be."""
+        return None if self.device is None else on_phone.Phone(self.device, self.development_team, self.device_timeout)
 
 
 _FOREIGN = (torch.uint8, torch.int8, torch.int16, torch.int64)
@@ -142,18 +164,13 @@ def _as_core_ml_takes(inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], t
     return given, (f"takes int32 for input {names}",) if names else ()
 
 
-def _predictor(subject: str, module: nn.Module, inputs: tuple[Tensor, ...], wanted: package.Wanted) -> Run:
-    """The module run by Core ML itself."""
-    wide = in_float32(module, inputs)
-    taken, _ = _as_core_ml_takes(wide.inputs)
-    program, module, _ = each_once(wide.module, taken)
-    with tempfile.TemporaryDirectory() as folder:
-        path = package.convert(canonical(program), Path(folder), "FLOAT16", wanted)
-        size = size_bytes(path)
-        loaded = on_mac.load(path)
-    model, spec = loaded.model, loaded.model.get_spec().description
-    feed = dict(zip([given.name for given in spec.input], arrays(taken), strict=True))
+def _on_this_mac(subject: str, path: Path, inputs: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> Run:
+    """The package at `path` run by Core ML itself."""
+    model, loaded = on_mac.load(path)
+    spec = model.get_spec().description
+    feed = dict(zip([given.name for given in spec.input], inputs, strict=True))
     predicted = model.predict(feed)
     found = [predicted[output.name] for output in spec.output]
-    agreement = check.agree(subject, found, reference(module, wide.inputs), check.FLOAT16)
+    agreement = check.agree(f"{subject} in Core ML", found, expected, check.FLOAT16)
+    size = size_bytes(path)
     return Run("core ml", lambda: model.predict(feed), agreement.max_abs_error, size, None, loaded.sentence())

@@ -15,6 +15,7 @@ from attnrewrite.targets.devices import in_precision, over_rpc
 from attnrewrite.targets.prepare import arrays, in_float32, specialise
 from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.runners.cycles import estimated
+from attnrewrite.targets.runners.device_process import require_patience
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
@@ -56,8 +57,7 @@ class ArmCpu(Target):
             raise unknown_name("system", self.system, systems())
         require(self.precision, self.cpu)
         over_rpc.device(self.rpc, self.rpc_timeout)
-        if self.emulation_s <= 0:
-            raise InputError(f"emulation_s {self.emulation_s!r} must be a number of seconds above zero")
+        require_patience("emulation_s", self.emulation_s)
 
     def availability(self) -> Availability:
         return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED if self.rpc is None else None)

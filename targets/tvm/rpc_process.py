@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-JOB, INPUTS, OUTPUTS = "job.json", "inputs.npz", "outputs.npz"
 FEWEST = 3  # timed calls, however slow they are
 
 
-def main(folder: Path) -> dict[str, Any]:
-    job = json.loads((folder / JOB).read_text())
+def main(asked: Path) -> dict[str, Any]:
+    job = json.loads(asked.read_text())
     doing = "it cannot be reached"
     try:
         # The compiler and torch, which TVM imports where it finds them, take seconds and are of no use here.
@@ -34,15 +33,15 @@ def main(folder: Path) -> dict[str, Any]:
         machine = VirtualMachine(library, device)
         session.get_function("runtime.config_threadpool")(1, job["threads"])
         doing = "it fails at running the model"
-        with np.load(folder / INPUTS) as given:
+        with np.load(job["inputs"]) as given:
             machine.set_input("main", *(tvm.runtime.tensor(given[name], device) for name in given.files))
         machine.invoke_stateful("main")
-        np.savez(folder / OUTPUTS, *_arrays(machine.get_outputs("main")), allow_pickle=False)
+        np.savez(job["outputs"], *_arrays(machine.get_outputs("main")), allow_pickle=False)
         return {"seconds": _timed(machine, device, job["repeats"], job["budget_s"])}
     except Exception as error:  # TVM raises what it likes, and which error it is says little
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         # The last line is the cause, those above it say where in TVM's own code.
-        return {"seconds": None, "reason": f"{doing} ({lines[-1][:200] if lines else type(error).__name__})"}
+        return {"reason": f"{doing} ({lines[-1][:200] if lines else type(error).__name__})"}
 
 
 def _arrays(outputs: Any) -> list[np.ndarray]:

@@ -55,18 +55,20 @@ def slice_by_index(
     end_mask: Tensor | None = None,
     squeeze_mask: Tensor | None = None,
 ) -> Tensor:
-    none = torch.zeros(x.dim(), dtype=torch.bool)
-    begin_mask, end_mask, squeeze_mask = (
-        none if mask is None else mask for mask in (begin_mask, end_mask, squeeze_mask)
+    from_start, to_end, squeezed = (
+        [False] * x.dim() if mask is None else mask.tolist() for mask in (begin_mask, end_mask, squeeze_mask)
     )
+    firsts, lasts = begin.tolist(), end.tolist()
     steps = [1] * x.dim() if stride is None else stride.tolist()
     for axis, step in reversed(list(enumerate(steps))):
-        first, last = int(begin[axis]), int(end[axis])
-        if squeeze_mask[axis]:
-            x = x.select(axis, first)
+        if squeezed[axis]:
+            x = x.select(axis, firsts[axis])
             continue
-        indices = range(x.shape[axis])[None if begin_mask[axis] else first : None if end_mask[axis] else last : step]
-        x = x.index_select(axis, torch.tensor(indices, dtype=torch.int64))
+        run = slice(None if from_start[axis] else firsts[axis], None if to_end[axis] else lasts[axis], step)
+        if step > 0:
+            x = x[(slice(None),) * axis + (run,)]
+        else:  # which torch's slices refuse
+            x = x.index_select(axis, torch.tensor(range(x.shape[axis])[run], dtype=torch.int64))
     return x
 
 

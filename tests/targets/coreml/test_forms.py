@@ -10,7 +10,7 @@ from attnrewrite.passes.fx.misread import WRITTEN_OUT
 from attnrewrite.site import AttentionSite, Grid
 from attnrewrite.targets.coreml import interpreter, package, spelling
 from attnrewrite.targets.coreml.engine_rules import lint
-from attnrewrite.targets.coreml.pipeline import pipeline
+from attnrewrite.targets.coreml.pipeline import coreml_pipeline
 from attnrewrite.targets.prepare import specialise
 from attnrewrite.variants.registry import BUILT_IN
 
@@ -62,7 +62,7 @@ def lowered() -> tuple[object, Tensor, tuple[Tensor, ...]]:
     with package.quiet():
         made = ct.convert(
             program, convert_to="milinternal", minimum_deployment_target=ct.target.iOS17,
-            compute_precision=ct.precision.FLOAT16, pass_pipeline=pipeline(),
+            compute_precision=ct.precision.FLOAT16, pass_pipeline=coreml_pipeline(),
         )  # fmt: skip
     with torch.inference_mode():
         return made, image, module(image)

@@ -1,7 +1,6 @@
 """Passes on MIL programs: what they edit, that values stay what they were, and what they leave alone."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from attnrewrite.errors import InputError
+from attnrewrite.passes import coreml_pipeline
 from attnrewrite.targets.coreml import interpreter
 from attnrewrite.targets.coreml.engine_rules import lint
 from attnrewrite.targets.coreml.passes import (
@@ -19,51 +19,16 @@ from attnrewrite.targets.coreml.passes import (
     channels_first,
     gathers_as_slices,
     low_rank,
-    masks_in_half,
     merge_axes,
     merge_moves,
     transposes_down,
     views,
 )
-from attnrewrite.targets.coreml.pipeline import LAYOUTS, pipeline
+from attnrewrite.targets.coreml.pipeline import LAYOUTS
 
 ct = pytest.importorskip("coremltools", reason="coremltools is not installed")
 from coremltools.converters.mil.mil import Builder as mb  # noqa: E402
-from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY  # noqa: E402
-
-RANDOM = torch.Generator().manual_seed(0)
-
-
-def numbers(*shape: int) -> np.ndarray:
-    return torch.randn(shape, generator=RANDOM).numpy()
-
-
-def program(build: Callable[[Any], Any], *shape: int) -> Any:
-    return mb.program(input_specs=[mb.TensorSpec(shape=shape)], opset_version=ct.target.iOS17)(lambda x: build(x))
-
-
-def run(of: Any, shape: tuple[int, ...]) -> list[Tensor]:
-    value = torch.from_numpy(np.random.default_rng(1).standard_normal(shape).astype(np.float32))
-    return list(interpreter.interpret(of, {next(iter(of.functions["main"].inputs)): value}).outputs.values())
-
-
-def kinds(of: Any) -> Counter[str]:
-    return Counter(each.op_type for each in of.functions["main"].operations if each.op_type != "const")
-
-
-def edited(passes: Callable[[Any], int] | list[Callable[[Any], int]], build: Callable[[Any], Any], *shape: int) -> Any:
-    """The number of edits of each pass, and the program after them, whose outputs are what they were."""
-    made = program(build, *shape)
-    before = run(made, shape)
-    edits = []
-    for each in passes if isinstance(passes, list) else [passes]:
-        with made.functions["main"] as block:
-            edits.append(each(block))
-    PASS_REGISTRY["common::dead_code_elimination"](made)
-    for old, new in zip(before, run(made, shape), strict=True):
-        torch.testing.assert_close(new, old, rtol=0, atol=2e-6 * max(1.0, float(old.abs().max())))
-    return edits if isinstance(passes, list) else edits[0], made
-
+from mil_programs import edited, kinds, numbers  # noqa: E402
 
 # Views
 
@@ -317,21 +282,6 @@ def test_scattered_places_stay_a_gather(places: list[Any]) -> None:
     assert edited(gathers_as_slices.apply, build, 2, 40, 3)[0] == 0
 
 
-@pytest.mark.parametrize(("hidden", "edits"), [(-np.inf, 1), (-1e30, 1), (-100.0, 0)])
-def test_masks_are_what_float16_holds(hidden: float, edits: int) -> None:
-    mask = np.where(np.tri(5, dtype=bool), 0, hidden).astype(np.float32)
-    build = lambda x: mb.softmax(x=mb.add(x=x, y=mask), axis=-1)  # noqa: E731
-    done, made = edited(masks_in_half.apply, build, 1, 5, 5)
-    assert done == edits
-    (added,) = (op for op in made.functions["main"].operations if op.op_type == "add")
-    assert added.inputs["y"].val.min() == (-4e4 if edits else hidden)
-
-
-def test_a_constant_that_no_softmax_reads_stays() -> None:
-    mask = np.where(np.tri(5, dtype=bool), 0, -1e30).astype(np.float32)
-    assert edited(masks_in_half.apply, lambda x: mb.relu(x=mb.add(x=x, y=mask)), 1, 5, 5)[0] == 0
-
-
 # All of them, in coremltools' pipeline
 
 
@@ -356,7 +306,7 @@ def test_the_pipeline_serves_anyones_conversion() -> None:
     for layout in LAYOUTS:
         made = ct.convert(
             exported, convert_to="milinternal", minimum_deployment_target=ct.target.iOS17,
-            compute_precision=ct.precision.FLOAT32, pass_pipeline=pipeline(layout),
+            compute_precision=ct.precision.FLOAT32, pass_pipeline=coreml_pipeline(layout),
         )  # fmt: skip
         (found,) = interpreter.interpret(
             made, dict(zip(made.functions["main"].inputs, inputs, strict=True))
@@ -370,4 +320,4 @@ def test_the_pipeline_serves_anyones_conversion() -> None:
 
 def test_an_unknown_layout_names_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean 'engine'"):
-        pipeline("engines")
+        coreml_pipeline("engines")

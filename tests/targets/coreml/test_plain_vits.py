@@ -1,0 +1,101 @@
+"""Vision transformers of the libraries, laid out for the engine: nothing leaves it, and keys alone are turned."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attnrewrite.frontends.torchvision import import_torchvision
+from attnrewrite.targets.coreml import interpreter, package
+from attnrewrite.targets.coreml.engine_rules import EngineReport, lint
+from attnrewrite.targets.prepare import canonical, specialise
+
+pytest.importorskip("coremltools", reason="coremltools is not installed")
+
+vision = import_torchvision()
+DEPTH = 2
+NARROW = {"padding"}  # a grid of few patches, one class token: the model's own lengths
+
+
+def timm_vit(**options: object) -> nn.Module:
+    from timm.models.vision_transformer import VisionTransformer
+
+    small = {"img_size": 64, "patch_size": 16, "embed_dim": 64, "depth": DEPTH, "num_heads": 2, "num_classes": 10}
+    return VisionTransformer(**{**small, **options})
+
+
+def timm_parallel() -> nn.Module:
+    from timm.models.vision_transformer import ParallelThingsBlock
+
+    return timm_vit(block_fn=ParallelThingsBlock, depth=DEPTH // 2)  # two attentions in a block, summed
+
+
+def torchvision_vit() -> nn.Module:
+    return vision.models.VisionTransformer(64, 16, DEPTH, 2, 64, 128, num_classes=10)
+
+
+class Pooled(nn.Module):
+    """A transformers model's class token."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).last_hidden_state[:, 0]
+
+
+def transformers_vit() -> nn.Module:
+    from transformers import ViTConfig, ViTModel
+
+    shape = {"hidden_size": 64, "num_hidden_layers": DEPTH, "num_attention_heads": 2, "intermediate_size": 128}
+    return Pooled(ViTModel(ViTConfig(image_size=64, patch_size=16, **shape)))
+
+
+def transformers_rms() -> nn.Module:
+    from transformers import Aimv2VisionConfig, Aimv2VisionModel
+
+    shape = {"hidden_size": 64, "num_hidden_layers": DEPTH, "num_attention_heads": 2, "intermediate_size": 128}
+    return Pooled(Aimv2VisionModel(Aimv2VisionConfig(image_size=64, patch_size=16, use_head=False, **shape)))
+
+
+def timm_swin() -> nn.Module:
+    from timm.models.swin_transformer import SwinTransformer
+
+    return SwinTransformer(img_size=64, embed_dim=32, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=10)
+
+
+PLAIN: dict[str, Callable[[], nn.Module]] = {
+    "timm": timm_vit,
+    "timm, scaled layers and normalised keys": lambda: timm_vit(init_values=1e-5, qk_norm=True),
+    "timm, parallel branches": timm_parallel,
+    "torchvision": torchvision_vit,
+    "transformers": transformers_vit,
+    "transformers, norms by roots of mean squares": transformers_rms,
+}
+
+
+def report(module: nn.Module) -> EngineReport:
+    """The float16 package of a model for one picture of 64 x 64, against the rules."""
+    program = canonical(specialise(module.eval(), (torch.randn(1, 3, 64, 64),)))
+    with tempfile.TemporaryDirectory() as folder, package.quiet():
+        return lint(interpreter.load(package.convert(program, Path(folder), "FLOAT16")))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_nothing_of_a_plain_vit_leaves_the_engine_and_keys_alone_are_turned(name: str) -> None:
+    torch.manual_seed(0)
+    found = report(PLAIN[name]())
+    assert found.leaving() == ()
+    assert {rule for each in found.operators for rule in each.broken} <= {"transpose", *NARROW}
+    assert len(found.breaking("transpose")) == DEPTH
+
+
+def test_no_gather_of_swin_is_left() -> None:
+    torch.manual_seed(0)
+    found = report(timm_swin())
+    assert found.leaving() == ()
+    assert not {"gather", "gather_nd", "gather_along_axis"} & {each.kind for each in found.operators}

@@ -1,0 +1,70 @@
+"""Passes that say values otherwise, for float16 or for the layout: the result is what it was."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("coremltools", reason="coremltools is not installed")
+
+from coremltools.converters.mil.mil import Builder as mb
+from mil_programs import edited, kinds
+
+from attnrewrite.targets.coreml.passes import epsilons_in_half, masks_in_half, sums_of_stacks
+
+
+@pytest.mark.parametrize(("hidden", "edits"), [(-np.inf, 1), (-1e30, 1), (-100.0, 0)])
+def test_masks_are_what_float16_holds(hidden: float, edits: int) -> None:
+    mask = np.where(np.tri(5, dtype=bool), 0, hidden).astype(np.float32)
+    build = lambda x: mb.softmax(x=mb.add(x=x, y=mask), axis=-1)  # noqa: E731
+    done, made = edited(masks_in_half.apply, build, 1, 5, 5)
+    assert done == edits
+    (added,) = (op for op in made.functions["main"].operations if op.op_type == "add")
+    assert added.inputs["y"].val.min() == (-4e4 if edits else hidden)
+
+
+def test_a_constant_that_no_softmax_reads_stays() -> None:
+    mask = np.where(np.tri(5, dtype=bool), 0, -1e30).astype(np.float32)
+    assert edited(masks_in_half.apply, lambda x: mb.relu(x=mb.add(x=x, y=mask)), 1, 5, 5)[0] == 0
+
+
+# What is computed: (its edits, the operators that are left).
+EPSILONS = {
+    "an epsilon of the model": (
+        lambda x: mb.rsqrt(x=mb.add(x=mb.square(x=x), y=np.float32(1e-5))), 1, {"square", "rsqrt"}
+    ),
+    "on the other side": (lambda x: mb.log(x=mb.add(x=np.float32(1e-3), y=mb.square(x=x))), 1, {"square", "log"}),
+    "one that float16 lacks": (
+        lambda x: mb.rsqrt(x=mb.add(x=mb.exp(x=x), y=np.float32(1e-12))), 0, {"exp", "add", "rsqrt"}
+    ),
+    "one for each channel": (
+        lambda x: mb.rsqrt(x=mb.add(x=mb.square(x=x), y=np.full(4, 1e-5, np.float32))), 0, {"square", "add", "rsqrt"}
+    ),
+    "an epsilon of its own": (
+        lambda x: mb.rsqrt(x=mb.add(x=mb.square(x=x), y=np.float32(1.0)), epsilon=np.float32(1e-3)), 0,
+        {"square", "add", "rsqrt"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EPSILONS)
+def test_epsilons_are_what_float16_holds(case: str) -> None:
+    build, edits, left = EPSILONS[case]
+    done, made = edited(epsilons_in_half.apply, build, 2, 4)
+    assert (done, set(kinds(made))) == (edits, left)
+
+
+# What sums a stack: (its edits, how).
+STACKS = {
+    "the axis of the stack": (2, lambda x: mb.reduce_sum(x=x, axes=[0], keep_dims=False)),
+    "counted from the end": (2, lambda x: mb.reduce_sum(x=x, axes=[-3], keep_dims=False)),
+    "another axis": (0, lambda x: mb.reduce_sum(x=x, axes=[1], keep_dims=False)),
+    "the axis is kept": (0, lambda x: mb.reduce_sum(x=x, axes=[0], keep_dims=True)),
+    "a mean": (0, lambda x: mb.reduce_mean(x=x, axes=[0], keep_dims=False)),
+}
+
+
+@pytest.mark.parametrize("case", STACKS)
+def test_stacks_that_are_summed_are_sums(case: str) -> None:
+    adds, reduced = STACKS[case]
+    build = lambda x: reduced(mb.stack(values=[mb.relu(x=x), mb.exp(x=x), x], axis=0))  # noqa: E731
+    done, made = edited(sums_of_stacks.apply, build, 3, 4)
+    assert (done, kinds(made)["add"]) == (adds // 2, adds)
