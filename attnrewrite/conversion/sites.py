@@ -46,6 +46,11 @@ def kept_sites(found: Scan, keep: str | Sequence[str] | None) -> frozenset[str]:
     return frozenset(kept)
 
 
+def groups_without(found: Scan, kept: frozenset[str]) -> dict[str, tuple[str, ...]]:
+    """The members of each group of heads of which none is kept, by the group's id."""
+    return {group.id: group.members for group in found.groups if kept.isdisjoint(group.members)}
+
+
 def require_some(
     found: Scan, chosen: list[AttentionSite], variant: Variant | Auto, fates: Mapping[str, Refusal | None]
 ) -> None:
@@ -84,6 +89,7 @@ def site_report(
     return {
         "id": site.id,
         "name": site.name,
+        "members": list(site.members),
         "heads": site.heads,
         "head_dim": site.head_dim,
         "n_queries": site.n_queries,
