@@ -40,6 +40,11 @@ def test_heads_of_a_loop_are_one_site_unless_one_is_kept() -> None:
     assert [(each["members"], each["heads"]) for each in done.report["sites"]] == [(["site0", "site1", "site2"], HEADS)]
     kept = ar.convert(model, x, variant="mobile", keep=["site1"])
     assert [(each.site, each.members) for each in kept.plan.placements] == [("site0", ()), ("site2", ())]
+    two = nn.Sequential(model, Loop(*JOINED["slices, stacked"])).eval()
+    named = ar.convert(two, x, variant="mobile", keep=["0"])
+    assert [(each.site, each.heads) for each in named.plan.placements] == [("site3", HEADS)], (
+        "all heads of module 0 stay"
+    )
 
 
 def test_calibration_repairs_and_is_the_same_for_a_seed() -> None:
