@@ -25,7 +25,10 @@ WEIGHTS_FILE = "weights.safetensors"
 
 @dataclass(frozen=True)
 class Placement:
-    """A variant at a site: what the site was when the plan was made, and the rewritten module's tensors."""
+    """A variant at a site: what the site was when the plan was made, and the rewritten module's tensors.
+
+    `members` are the sites that it is made of, in a model that computes its heads apart: they are joined first.
+    """
 
     site: str
     name: str
@@ -36,11 +39,12 @@ class Placement:
     n_keys: int
     fingerprint: str | None
     weights: Mapping[str, Tensor] = field(default_factory=dict)
+    members: tuple[str, ...] = ()
 
     @staticmethod
     def at(site: AttentionSite, variant: Variant, weights: Mapping[str, Tensor] | None = None) -> "Placement":
         shape = (site.heads, site.head_dim, site.n_queries, site.n_keys)
-        return Placement(site.id, site.name, variant, *shape, site.fingerprint, weights or {})
+        return Placement(site.id, site.name, variant, *shape, site.fingerprint, weights or {}, site.members)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,11 @@ class Plan:
     placements: tuple[Placement, ...]
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """The sites that are joined before the plan is carried out, by the id of what is made of them."""
+        return {placement.site: placement.members for placement in self.placements if placement.members}
+
     def save(self, folder: Path) -> None:
         """Write plan.json and weights.safetensors into `folder`."""
         document = _Document(
@@ -59,6 +68,7 @@ class Plan:
                 _Entry(
                     site=p.site, name=p.name, variant=p.variant.name, options=option_values(p.variant), heads=p.heads,
                     head_dim=p.head_dim, n_queries=p.n_queries, n_keys=p.n_keys, fingerprint=p.fingerprint,
+                    members=list(p.members),
                 )
                 for p in self.placements
             ],
@@ -89,6 +99,7 @@ class Plan:
             Placement(
                 entry.site, entry.name, get_variant(entry.variant, entry.options), entry.heads, entry.head_dim,
                 entry.n_queries, entry.n_keys, entry.fingerprint, _under(tensors, f"sites.{entry.site}."),
+                tuple(entry.members),
             )
             for entry in document.placements
         )  # fmt: skip
@@ -131,9 +142,12 @@ def _of_today(name: str) -> str:
     return name.replace(".recut.", ".qk_maps.") if name.startswith("sites.") else name
 
 
+_SiteId = Annotated[str, Field(pattern=r"^site\d{1,9}$")]
+
+
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    site: Annotated[str, Field(pattern=r"^site\d{1,9}$")]
+    site: _SiteId
     name: str
     variant: str
     options: dict[str, Any]
@@ -142,6 +156,7 @@ class _Entry(BaseModel):
     n_queries: int
     n_keys: int
     fingerprint: Annotated[str, Field(pattern=FINGERPRINT)] | None
+    members: list[_SiteId] = []  # version 0.1.0 wrote none
 
 
 class _Document(BaseModel):

@@ -187,6 +187,7 @@ class AttentionSite:
     than scale, bias and softmax: `core_reason` says what.
     `bias_of_keys` says that the bias is proven to be the same for all queries and heads, as a mask of padded tokens is.
     `fingerprint` names the traced projections' weights by a few numbers, the same in any frontend; None without any.
+    `members` are the ids of the sites that this one was made of, where heads were computed apart (`Group`).
     """
 
     id: str
@@ -219,6 +220,7 @@ class AttentionSite:
     probs_escape: bool = False
     fingerprint: str | None = None
     nodes: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
 
     @property
     def windowed(self) -> bool:
@@ -239,16 +241,43 @@ class NearMiss(Refusal):
 
 
 @dataclass(frozen=True)
+class Group:
+    """Sites whose results one operation joins, by their ids in that order: heads of one attention, computed in a loop.
+
+    `output` is what the operation makes, read as [batch, heads, tokens, channels] with the members' heads in order;
+    a refusal where the sites are no heads of one attention.
+    """
+
+    members: tuple[str, ...]
+    output: Operand | Refusal
+
+    @property
+    def id(self) -> str:
+        """What the group is called, and the one site of its heads: the first member's id."""
+        return self.members[0]
+
+    @property
+    def apart(self) -> Refusal | None:
+        """Why the members are no heads of one attention."""
+        return self.output if isinstance(self.output, Refusal) else None
+
+
+@dataclass(frozen=True)
 class Scan:
-    """Every softmax, SDPA and attention op of a graph, as a site or as a near miss."""
+    """Every softmax, SDPA and attention op of a graph, as a site or as a near miss, and which sites are joined."""
 
     model: str
     frontend: Frontend
     sites: tuple[AttentionSite, ...]
     near_misses: tuple[NearMiss, ...]
+    groups: tuple[Group, ...] = ()
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return iter(self.sites)
 
     def __len__(self) -> int:
         return len(self.sites)
+
+    def group_of(self, site: str) -> str | None:
+        """The id of the group of heads that a site belongs to, by its own id; None where it stands alone."""
+        return next((group.id for group in self.groups if group.apart is None and site in group.members), None)

@@ -52,6 +52,10 @@ class PlanPass(Pass[G], Generic[G, V]):
         """The graph and its attention."""
         raise NotImplementedError
 
+    def joined(self, graph: G) -> tuple[G, Scanned[V]]:
+        """The graph with the heads joined that the plan has joined, and its attention."""
+        return graph, self.scan(graph)
+
     def fitted(self, found: Scan) -> Plan:
         """The plan with its placements at this graph's sites."""
         return self.plan
@@ -74,7 +78,8 @@ class PlanPass(Pass[G], Generic[G, V]):
     def apply(self, graph: G) -> PassResult[G]:
         """As every pass, the graph scanned once. Raises as `Pass.apply` does."""
         if self.scanned is None:
-            return replace(self, scanned=self.scan(graph)).apply(graph)
+            graph, scanned = self.joined(graph)
+            return replace(self, scanned=scanned).apply(graph)
         return super().apply(graph)
 
 

@@ -38,6 +38,11 @@ def _without_heads(layout: Layout) -> Groups:
     return layout.batch, (*layout.heads, *layout.tokens), layout.channels
 
 
+def tokens_of(tensor: Tensor, layout: Layout) -> Tensor:
+    """A tensor of `layout.shape`, whose heads are one, as [batch, tokens, channels]."""
+    return _gathered(tensor, layout, _without_heads(layout))
+
+
 def _gathered(tensor: Tensor, layout: Layout, groups: Groups) -> Tensor:
     """What moves nothing is left out: every operator is traced, lowered and read by someone."""
     if layout.split != layout.shape:
@@ -103,8 +108,7 @@ class ProjectedRead(nn.Module):
         self.bias = nn.Parameter(bias) if bias is not None else None
 
     def forward(self, tensor: Tensor) -> Tensor:
-        tokens = _gathered(tensor, self.layout, _without_heads(self.layout))
-        projected = F.linear(tokens, self.weight, self.bias)
+        projected = F.linear(tokens_of(tensor, self.layout), self.weight, self.bias)
         return projected.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
     def absorb(self, after: Affine | None, heads: int) -> None:

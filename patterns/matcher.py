@@ -9,6 +9,7 @@ from attnrewrite.errors import Refusal
 from attnrewrite.patterns.axes import LeadAxes, Side, crosses_layout, crosses_pooling, is_aligned, operand, split_lead
 from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
 from attnrewrite.patterns.grid import find_grid
+from attnrewrite.patterns.groups import with_groups
 from attnrewrite.patterns.masks import LOW, is_of_heads, is_of_keys, is_of_queries
 from attnrewrite.patterns.products import Products, fused_products, softmax_products
 from attnrewrite.patterns.projections import Tracers, trace_output, trace_projection
@@ -42,7 +43,7 @@ def scan(graph: GraphView, model: str) -> Scan:
             misses.append(result)
         else:
             sites.append(result)
-    return Scan(model, graph.frontend, tuple(sites), tuple(misses))
+    return with_groups(graph, Scan(model, graph.frontend, tuple(sites), tuple(misses)))
 
 
 class _Reader:

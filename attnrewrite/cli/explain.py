@@ -112,8 +112,16 @@ def scan_data(scan: Scan, supported: Supported) -> dict[str, Any]:
     return {
         "model": scan.model,
         "frontend": scan.frontend,
-        "sites": [{key: getattr(site, key) for key in keys} | {"supported": said(supported[site.id])} for site in scan],
+        "sites": [
+            {key: getattr(site, key) for key in keys}
+            | {"group": scan.group_of(site.id), "supported": said(supported[site.id])}
+            for site in scan
+        ],
         "near_misses": [{"anchor": m.anchor, "reason": m.code, "detail": m.sentence} for m in scan.near_misses],
+        "groups": [
+            {"id": group.id, "members": list(group.members), "apart": None if group.apart is None else str(group.apart)}
+            for group in scan.groups
+        ],
     }
 
 
@@ -133,12 +141,19 @@ def scan_table(scan: Scan, supported: Supported) -> "RenderableType":
     title = Text.assemble((scan.model, "bold"), f": {counts}")
     answers = list(dict.fromkeys(tuple(supported[site.id].items()) for site in scan))
     windowed = any(site.windowed for site in scan)
-    rows = [_row(site, 1 + answers.index(tuple(supported[site.id].items())), windowed) for site in scan]
-    headings = ("id", "name", "kind", "heads", "tokens", *(("windows",) if windowed else ()), "bias", "variants")
+    grouped = any(group.apart is None for group in scan.groups)
+    rows = []
+    for site in scan:
+        answer = 1 + answers.index(tuple(supported[site.id].items()))
+        rows.append([*_row(site, windowed), *([scan.group_of(site.id) or ""] if grouped else []), f"({answer})"])
+    headings = ("id", "name", "kind", "heads", "tokens", *(("windows",) if windowed else ()), "bias")
+    headings += (*(("group",) if grouped else ()), "variants")
     columns = {heading: "right" if heading in ("heads", "tokens", "windows") else "left" for heading in headings}
     parts: list[Any] = [title]
     if rows:
         parts += ["", table(None, columns, rows), "", *_answers(answers)]
+    if scan.groups:
+        parts += [Text("\ngroups", style="bold"), *_groups(scan)]
     if scan.near_misses:
         parts += [Text("\nnear misses", style="bold"), *_misses(scan)]
     if not rows and not scan.near_misses:
@@ -146,11 +161,11 @@ def scan_table(scan: Scan, supported: Supported) -> "RenderableType":
     return Group(*parts)
 
 
-def _row(site: AttentionSite, answer: int, windowed: bool) -> list[str]:
+def _row(site: AttentionSite, windowed: bool) -> list[str]:
     kind = site.kind + (", over channels" if site.axis == "channel" else "")
     windows = [str(site.windows) if site.windowed else ""] if windowed else []
     heads, tokens = f"{site.heads}x{site.head_dim}", f"{site.n_queries}x{site.n_keys}"
-    return [site.id, site.name, kind, heads, tokens, *windows, site.bias, f"({answer})"]
+    return [site.id, site.name, kind, heads, tokens, *windows, site.bias]
 
 
 def _answers(answers: list[tuple[tuple[str, Refusal | None], ...]]) -> Iterator["RenderableType"]:
@@ -165,6 +180,18 @@ def _answers(answers: list[tuple[tuple[str, Refusal | None], ...]]) -> Iterator[
         yield Hanging(Text.assemble(f"({number}) ", ("can stand there: ", "green"), able))
         for reason, names in by_reason(dict(answer)).items():
             yield Hanging(Text.assemble("    ", ("cannot: ", "yellow"), f"{', '.join(names)} ({reason})"))
+
+
+def _groups(scan: Scan) -> Iterator["RenderableType"]:
+    """The heads that are computed apart, and sites that are joined without being heads of one attention."""
+    from rich.text import Text
+
+    for group in scan.groups:
+        members = ", ".join(group.members)
+        if group.apart is None:
+            yield Hanging(Text(f"{group.id}: {members} are heads of one attention; convert makes one site of them"))
+        else:
+            yield Hanging(Text(f"{members} are joined, but rewritten one by one: {group.apart}"))
 
 
 def _misses(scan: Scan) -> Iterator["RenderableType"]:

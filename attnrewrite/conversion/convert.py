@@ -13,7 +13,7 @@ from attnrewrite.calibration.stages import HELD_OUT_SHARE
 from attnrewrite.conversion.forming import Forming
 from attnrewrite.conversion.proof import prove, require_sound
 from attnrewrite.conversion.record import Conversion
-from attnrewrite.conversion.sites import fates_of, kept_sites, require_some, site_report
+from attnrewrite.conversion.sites import fates_of, groups_without, kept_sites, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.frontends.batches import image_size_of, input_names, opened, tell_fixed
 from attnrewrite.frontends.capture import Captured, capture
@@ -21,6 +21,7 @@ from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.pool import Pool
 from attnrewrite.images.several import load_several
+from attnrewrite.passes.fx.join_heads import with_joined_heads
 from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.site_module import written_value
 from attnrewrite.passes.verify import rewritten_sites
@@ -60,9 +61,11 @@ def convert_source(
     require_sound(source)
     captured = _captured(source)
     scanned = scan_graph(captured.module, source.name)
-    found = named_after(scanned.scan, source.own)
-    scanned = replace(scanned, scan=found)
-    fates = fates_of(found, variant, kept_sites(found, keep))
+    apart = named_after(scanned.scan, source.own)
+    kept = kept_sites(apart, keep)
+    scanned = with_joined_heads(replace(scanned, scan=apart), groups_without(apart, kept))
+    captured, found = replace(captured, module=scanned.graph.module), scanned.scan
+    fates = fates_of(found, variant, kept)
     possible = [site for site in found.sites if fates[site.id] is None]
     require_some(found, possible, variant, fates)
     if images is not None:

@@ -36,14 +36,21 @@ def kept_sites(found: Scan, keep: str | Sequence[str] | None) -> frozenset[str]:
     Raises:
         InputError: one of them is none of the sites.
     """
-    ids_by_name = {site.id: site.id for site in found.sites} | {site.name: site.id for site in found.sites}
+    known = {site.id: {site.id} for site in found.sites}
+    for site in found.sites:  # heads that a loop computes share the name of their module
+        known.setdefault(site.name, set()).add(site.id)
     kept: set[str] = set()
     for asked in names("--keep", keep):
-        matching = [asked] if asked in ids_by_name else fnmatch.filter(ids_by_name, asked)
+        matching = [asked] if asked in known else fnmatch.filter(known, asked)
         if not matching:
-            raise unknown_name("site to keep", asked, ids_by_name)
-        kept |= {ids_by_name[name] for name in matching}
+            raise unknown_name("site to keep", asked, known)
+        kept = kept.union(*(known[name] for name in matching))
     return frozenset(kept)
+
+
+def groups_without(found: Scan, kept: frozenset[str]) -> dict[str, tuple[str, ...]]:
+    """The members of each group of heads of which none is kept, by the group's id."""
+    return {group.id: group.members for group in found.groups if kept.isdisjoint(group.members)}
 
 
 def require_some(
@@ -84,6 +91,7 @@ def site_report(
     return {
         "id": site.id,
         "name": site.name,
+        "members": list(site.members),
         "heads": site.heads,
         "head_dim": site.head_dim,
         "n_queries": site.n_queries,

@@ -5,20 +5,18 @@ torch's own definitions are not used: they take products apart as far as they go
 
 import string
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.fx.einsum import einsum_as_product
+from attnrewrite.passes.fx.pieces import put, traced
 
 aten = torch.ops.aten
 Definition = Callable[..., Any]
@@ -115,13 +113,7 @@ def _written_out(node: Node) -> Edit | None:
     piece = None if definition is None else _piece(node, definition)
     if piece is None:
         return None
-    outside = {name: told for name, told in node.meta.items() if name not in ("val", "tensor_meta")}
-    standing: dict[Node, Any] = dict(zip(piece.nodes, node.all_input_nodes, strict=False))
-    with node.graph.inserting_before(node):
-        for inner in piece.nodes:
-            if inner.op == "call_function":
-                standing[inner] = node.graph.node_copy(inner, standing.__getitem__)
-                standing[inner].meta = {**outside, "val": inner.meta["val"]}
+    standing = put(piece, node.all_input_nodes, node, node.meta)
     made = standing[piece.output_node().args[0]]  # type: ignore[index]
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
@@ -138,8 +130,5 @@ def _piece(node: Node, definition: Definition) -> Graph | None:
         made = definition(*arguments, **keywords)
         return () if made is NotImplemented else made
 
-    values = [operand.meta["val"] for operand in given]
-    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
-    with modes[0] if modes else nullcontext():
-        piece = make_fx(compute, pre_dispatch=True)(*values).graph
+    piece = traced(compute, given)
     return piece if isinstance(piece.output_node().args[0], Node) else None

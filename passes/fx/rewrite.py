@@ -14,6 +14,7 @@ from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.by_plan import PlanPass, Precision, SiteEdit, place, tell_of_nothing_found
 from attnrewrite.passes.copying import quiet_copying
 from attnrewrite.passes.fx.cleanup import CleanUp
+from attnrewrite.passes.fx.join_heads import with_joined_heads
 from attnrewrite.passes.fx.relu_for_gelu import ReluForGelu
 from attnrewrite.passes.site_module import SiteModule, written_value
 from attnrewrite.patterns.fx.graph import FxGraph
@@ -34,6 +35,10 @@ class FxRewrite(PlanPass[GraphModule, FxGraph]):
 
     def scan(self, graph: GraphModule) -> Scanned[FxGraph]:
         return scan_graph(graph, self.plan.model)
+
+    def joined(self, graph: GraphModule) -> tuple[GraphModule, Scanned[FxGraph]]:
+        scanned = with_joined_heads(self.scan(graph), self.plan.groups)
+        return scanned.graph.module, scanned
 
     def requires(self, graph: GraphModule) -> Refusal | None:
         """That torch.export made the graph, that it is the one that was scanned, and that the plan fits it."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from attnrewrite.errors import InputError, first_line
+from attnrewrite.passes.joined_heads import JoinedHeads
 from attnrewrite.passes.onnx.downgrade import EXPORTED, Downgrade
 from attnrewrite.passes.onnx.fold_constants import FoldConstants
 from attnrewrite.passes.onnx.structure import structure, weights
@@ -28,7 +29,10 @@ class Fragment:
     initialisers: tuple[ir.Value, ...]
 
 
-def export_sites(graph: OnnxGraph, sites: Sequence[SiteModule]) -> tuple[Fragment, ...]:
+Exportable = SiteModule | JoinedHeads
+
+
+def export_sites(graph: OnnxGraph, sites: Sequence[Exportable]) -> tuple[Fragment, ...]:
     """One fragment for each module; values and nodes are named after the site.
 
     torch's exporter takes seconds a site, and sites of a model mostly differ in weights alone: each structure is
@@ -41,14 +45,14 @@ def export_sites(graph: OnnxGraph, sites: Sequence[SiteModule]) -> tuple[Fragmen
     templates: dict[Hashable, ir.Model] = {}
     fragments = []
     for site in sites:
-        key = structure(graph, site)
+        key = structure(graph, site) if isinstance(site, SiteModule) else site.site_id
         if key not in templates:
             templates[key] = _template(graph, site, version)
         fragments.append(_fragment(templates[key].clone(), site))
     return tuple(fragments)
 
 
-def _template(graph: OnnxGraph, site: SiteModule, version: int) -> ir.Model:
+def _template(graph: OnnxGraph, site: Exportable, version: int) -> ir.Model:
     """The site exported, with its weights left open: they are inputs of their own names, behind its operands."""
     tensors, dims = _example(graph, site)
     program = _export(site, tensors, dims, max(version, EXPORTED))
@@ -61,7 +65,7 @@ def _template(graph: OnnxGraph, site: SiteModule, version: int) -> ir.Model:
     return Downgrade(version)(ir.serde.deserialize_model(program.model_proto))
 
 
-def _example(graph: OnnxGraph, site: SiteModule) -> tuple[tuple[Tensor, ...], tuple[dict, ...]]:
+def _example(graph: OnnxGraph, site: Exportable) -> tuple[tuple[Tensor, ...], tuple[dict, ...]]:
     """A tensor for each value that the site reads, and which of its axes follow the batch."""
     tensors, dims = [], []
     batch = Dim("batch", min=1)
@@ -90,7 +94,7 @@ def _export(
         raise InputError(f"torch.onnx cannot export the rewritten attention: {line}; choose another variant") from error
 
 
-def _fragment(model: ir.Model, site: SiteModule) -> Fragment:
+def _fragment(model: ir.Model, site: Exportable) -> Fragment:
     """The template with the site's own weights, and what follows from them alone computed."""
     graph = model.graph
     operands, opened = graph.inputs[: len(site.values)], graph.inputs[len(site.values) :]

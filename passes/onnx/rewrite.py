@@ -9,15 +9,14 @@ import torch
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.by_plan import PlanPass, Precision, SiteEdit, place, tell_of_nothing_found
-from attnrewrite.passes.onnx.cleanup import drop_unread, values_by_name
+from attnrewrite.passes.onnx.cleanup import values_by_name
 from attnrewrite.passes.onnx.downgrade import refuse_opset
-from attnrewrite.passes.onnx.fragment import Fragment, export_sites
 from attnrewrite.passes.onnx.ir_pass import IrPass
+from attnrewrite.passes.onnx.join_heads import with_joined_heads
 from attnrewrite.passes.onnx.relu_for_gelu import ReluForGelu
+from attnrewrite.passes.onnx.splice import put_in
 from attnrewrite.passes.site_module import SiteModule, written_value
 from attnrewrite.patterns.matcher import Scanned
-from attnrewrite.patterns.onnx.branches import take_branch
-from attnrewrite.patterns.onnx.fused import write_out
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
 from attnrewrite.patterns.onnx.prepare import inlined, opset_versions
 from attnrewrite.patterns.onnx.recognise import attribute_name
@@ -51,6 +50,9 @@ class ModelRewrite(PlanPass[ir.Model, OnnxGraph]):
     def scan(self, graph: ir.Model) -> Scanned[OnnxGraph]:
         view = OnnxGraph(graph, self.input_sizes)
         return Scanned(view, scan_onnx(view, self.plan.model))
+
+    def joined(self, graph: ir.Model) -> tuple[ir.Model, Scanned[OnnxGraph]]:
+        return with_joined_heads(graph, self.scan(graph), self.plan.groups, self.input_sizes)
 
     def fitted(self, found: Scan) -> Plan:
         """The plan with its placements at the sites of the same weights: frontends may number the sites differently."""
@@ -104,14 +106,9 @@ def spliced(
     model: ir.Model, graph: OnnxGraph, replacements: Sequence[tuple[AttentionSite, SiteModule]]
 ) -> tuple[SiteEdit, ...]:
     """Put each module where its site's value is made, in place; what only the site needed is gone."""
-    fragments = export_sites(graph, [module for _, module in replacements])
-    edits = []
-    for (site, module), fragment in zip(replacements, fragments, strict=True):
-        written = written_value(site)
-        values = _spelled_out(model, graph, (*module.values, written))
-        _splice(model.graph, [values[name] for name in module.values], values[written], fragment)
-        edits.append(SiteEdit(written, f"attention_{site.id}", site.id))
-    return tuple(edits)
+    made = [(module, written_value(site)) for site, module in replacements]
+    put_in(model, graph, made)
+    return tuple(SiteEdit(written, f"attention_{module.site_id}", module.site_id) for module, written in made)
 
 
 def _followed_up(model: ir.Model, plan: Plan, edits: Sequence[SiteEdit]) -> tuple[Edit, ...]:
@@ -123,57 +120,6 @@ def _followed_up(model: ir.Model, plan: Plan, edits: Sequence[SiteEdit]) -> tupl
             tell_of_nothing_found(placement.site, asked, followed.edits)
             done += followed.edits
     return tuple(done)
-
-
-def _spelled_out(model: ir.Model, graph: OnnxGraph, names: Sequence[str]) -> dict[str, ir.Value]:
-    """The named values of the model; those inside a fused operator after it is written out."""
-    while True:
-        values = values_by_name(model.graph)
-        missing = [name for name in names if name not in values]
-        if not missing:
-            return values
-        node = _holding(missing[0], values)
-        if not take_branch(model.graph, node, graph.prepared.sizes):
-            write_out(model.graph, node, graph.prepared.sizes, graph.prepared.opsets.get("", 1))
-
-
-def _holding(name: str, values: Mapping[str, ir.Value]) -> ir.Node:
-    """The node that holds a value of the view: what is written out is named after its node's output, and a slash."""
-    while "/" in name:
-        name = name.rpartition("/")[0]
-        node = values[name].producer() if name in values else None
-        if node is not None:
-            return node
-    raise AssertionError(f"no node holds {name}")
-
-
-def _splice(graph: ir.Graph, operands: Sequence[ir.Value], old: ir.Value, fragment: Fragment) -> None:
-    """Put the fragment's nodes, reading `operands`, after the node that made `old`; their value takes its name."""
-    producer = old.producer()
-    assert producer is not None
-    source = fragment.output.graph
-    for initialiser in fragment.initialisers:
-        assert source is not None
-        del source.initializers[_stored_under(source, initialiser)]
-        graph.register_initializer(initialiser)
-    for inner, operand in zip(fragment.inputs, operands, strict=True):
-        ir.convenience.replace_all_uses_with(inner, operand)
-    if source is not None:
-        source.outputs.remove(fragment.output)
-        source.remove(fragment.nodes)
-    output = fragment.output
-    output.type, output.shape = old.type, old.shape
-    output.metadata_props.clear()
-    output.metadata_props.update(old.metadata_props)
-    name, old.name = old.name, f"{old.name}/replaced"
-    output.name = name
-    ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
-    graph.insert_after(producer, fragment.nodes)
-    drop_unread(graph, producer)
-
-
-def _stored_under(graph: ir.Graph, value: ir.Value) -> str:
-    return next(key for key, stored in graph.initializers.items() if stored is value)
 
 
 def _precision(graph: OnnxGraph) -> Precision:

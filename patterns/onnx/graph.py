@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from attnrewrite.errors import InputError
 from attnrewrite.patterns.graph import Operation
+from attnrewrite.patterns.groups import with_groups
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.patterns.onnx.normalise import moved, normalise
 from attnrewrite.patterns.onnx.operators import SHAPE_ONLY
@@ -237,7 +238,8 @@ def scan_onnx(graph: OnnxGraph, model: str) -> Scan:
     misses = [quantised.get(miss.name, miss) for miss in found.near_misses]
     misses += [quantised[anchor] for _, anchor in anchors if anchor in quantised]
     numbered = tuple(replace(site, id=f"site{number}") for number, site in enumerate(sites))
-    return replace(found, sites=numbered, near_misses=(*misses, *graph.prepared.unread))
+    found = replace(found, sites=numbered, near_misses=(*misses, *graph.prepared.unread))
+    return with_groups(graph, found)
 
 
 def _anchor_of(graph: OnnxGraph, nodes: tuple[str, ...]) -> str:

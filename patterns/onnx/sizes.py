@@ -208,7 +208,8 @@ def _infer(sizes: Sizes, node: ir.Node, opsets: Mapping[str, int]) -> Iterable[t
     except (InferenceError, RuntimeError, onnx.checker.ValidationError) as error:
         sized = ", ".join(f"{name} {'x'.join(map(str, sizes.size[name])) or 'scalar'}" for name in names)
         where = f"node {node.name!r} ({node.op_type})"
-        raise InputError(f"{where} does not take its operands ({sized}): {_reason(error)}; export it again") from error
+        way_out = "export it again, where torch wrote it with dynamo=True"  # its older one spoils repeat_interleave
+        raise InputError(f"{where} does not take its operands ({sized}): {_reason(error)}; {way_out}") from error
     return [_concrete(made.get(value.name or "")) for value in node.outputs]
 
 

@@ -53,7 +53,7 @@ def converted(models_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def test_explain_tells_every_site_and_near_miss(capsys: pytest.CaptureFixture[str], models_file: Path) -> None:
     told = run_json(capsys, "explain", f"{models_file}:vit", *SIZE)
-    assert list(told) == ["model", "frontend", "sites", "near_misses"]
+    assert list(told) == ["model", "frontend", "sites", "near_misses", "groups"]
     assert (told["model"], told["frontend"], told["near_misses"]) == ("vit", "fx", [])
     site = {
         key: told["sites"][0][key] for key in ("kind", "axis", "heads", "head_dim", "n_queries", "n_keys", "windowed")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from head_loops import HEADS, JOINED, TOKENS, WIDTH, Loop
 from tiny_vits import INPUTS, encoder
 from torch import Tensor, nn
 
@@ -30,6 +31,20 @@ def test_sites_are_kept_by_id_or_by_name() -> None:
         ar.convert(encoder(), INPUTS, variant="l1", keep=names)
     with pytest.raises(InputError, match=r"unknown site to keep 'site7': did you mean 'site"):
         ar.convert(encoder(), INPUTS, variant="l1", keep=["site7"])
+
+
+def test_heads_of_a_loop_are_one_site_unless_one_is_kept() -> None:
+    model, x = Loop(*JOINED["a projection for each"]).eval(), (torch.randn(2, TOKENS, WIDTH),)
+    done = ar.convert(model, x, variant="mobile")
+    assert [(each.site, each.members) for each in done.plan.placements] == [("site0", ("site0", "site1", "site2"))]
+    assert [(each["members"], each["heads"]) for each in done.report["sites"]] == [(["site0", "site1", "site2"], HEADS)]
+    kept = ar.convert(model, x, variant="mobile", keep=["site1"])
+    assert [(each.site, each.members) for each in kept.plan.placements] == [("site0", ()), ("site2", ())]
+    two = nn.Sequential(model, Loop(*JOINED["slices, stacked"])).eval()
+    named = ar.convert(two, x, variant="mobile", keep=["0"])
+    assert [(each.site, each.heads) for each in named.plan.placements] == [("site3", HEADS)], (
+        "all heads of module 0 stay"
+    )
 
 
 def test_calibration_repairs_and_is_the_same_for_a_seed() -> None:

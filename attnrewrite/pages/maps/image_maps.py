@@ -19,6 +19,7 @@ from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Files
 from attnrewrite.images.decode import read_picture
 from attnrewrite.pages.maps.windows import WindowPlaces, window_places
+from attnrewrite.passes.fx.join_heads import with_joined_heads
 from attnrewrite.passes.fx.rewrite import FxRewrite, scan_graph
 from attnrewrite.passes.verify import recorded, rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
@@ -87,6 +88,7 @@ def image_maps(source: Source, image: Path, original: Source | None = None) -> I
     taken = original.preprocessing(torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None])
     inputs = (taken, *original.example_inputs[1:])
     scanned, batch = scan_graph(captured.module, original.name), captured.fixed_batch or 1
+    scanned = scanned if plan is None else with_joined_heads(scanned, plan.groups)
     found = scanned.scan
     laid = {site.id: _layout(scanned.graph, site) for site in found.sites}
     before = dict(_run(scanned, _softmax_plan(found), inputs, batch))
@@ -123,7 +125,7 @@ def _softmax_plan(found: Scan) -> Plan:
 def _completed(scanned: Scanned[FxGraph], plan: Plan) -> tuple[Scanned[FxGraph], Plan]:
     """The model with what the plan refits in it, and the plan's sites with softmax at those that it leaves."""
     rewritten = FxRewrite(replace(plan, placements=()), scanned)(scanned.graph.module)
-    refitted = scan_graph(rewritten, plan.model)
+    refitted = replace(scanned, graph=FxGraph(rewritten))  # other weights, the same sites
     own = {placement.site: placement for placement in plan.placements}
     kept = {each.site: each for each in _softmax_plan(refitted.scan).placements}
     return refitted, replace(plan, placements=tuple((kept | own).values()), parameters={})

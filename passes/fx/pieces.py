@@ -1,0 +1,31 @@
+"""Torch code as a piece of a graph: traced on what nodes of the graph are, and put where they stand."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch._subclasses import FakeTensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+def traced(compute: Callable[..., Any], operands: Sequence[Node]) -> Graph:
+    """The graph of what `compute` makes of tensors as `operands` are, its placeholders in their order."""
+    values = [operand.meta["val"] for operand in operands]
+    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
+    with modes[0] if modes else nullcontext():
+        return make_fx(compute, pre_dispatch=True)(*values).graph
+
+
+def put(piece: Graph, operands: Sequence[Node], before: Node, told: Mapping[str, Any]) -> dict[Node, Node]:
+    """Copy `piece`, reading `operands`, into the graph in front of `before`; its nodes, each with the one that stands
+    there now. They are told of (scope, origin) as in `told`, the meta of a node.
+    """
+    outside = {name: each for name, each in told.items() if name not in ("val", "tensor_meta")}
+    standing: dict[Node, Node] = dict(zip(piece.nodes, operands, strict=False))
+    with before.graph.inserting_before(before):
+        for inner in piece.nodes:
+            if inner.op == "call_function":
+                standing[inner] = before.graph.node_copy(inner, standing.__getitem__)
+                standing[inner].meta = {**outside, "val": inner.meta["val"]}
+    return standing
