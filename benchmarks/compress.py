@@ -55,7 +55,8 @@ def made(source: Source, minimum: str, methods: list[str], folder: Path) -> dict
         if method != WHOLE:
             shutil.copytree(whole.path, artifact.path)
             compression.compress(artifact.path / package.NAME, method)
-        found[method] = (size_bytes(artifact.path / package.NAME), target.answers(artifact))
+        answer = target.answers(artifact, runnable(source), source.example_inputs)
+        found[method] = (size_bytes(artifact.path / package.NAME), answer)
     return found
 
 

@@ -153,8 +153,11 @@ class Target:
         """A call that gives for one input what the artifact made of `module` does: see `has_answers`."""
         raise NotImplementedError
 
-    def loses(self) -> Refusal | None:
-        """What an artifact loses beyond rounding, so that it must be measured on images; None where it is nothing."""
+    def loses(self, runtime: str | None = None) -> Refusal | None:
+        """What an artifact loses beyond rounding, so that it must be measured on images; None where it is nothing.
+
+        Of a `runtime`: what a module loses in that one of the target's.
+        """
         return None
 
     def require_answers(self, data: object | None) -> None:

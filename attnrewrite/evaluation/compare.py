@@ -84,7 +84,7 @@ def compare_models(
         order += own
         if progress is not None:
             progress("build", done, len(pairs))
-    qualities_of = {(name, target.name): _quality(qualities.get(name), target) for name, target in pairs}
+    by_name = {target.name: target for target in chosen}
     latencies = timed([run for _, _, run in runs], repeats, budget_s, progress)
     costs = {name: cost(model) for name, model in models.items()}
     rows = [
@@ -93,13 +93,15 @@ def compare_models(
             target,
             run,
             latency,
-            qualities_of[name, target.name],
+            _quality(qualities.get(name), target, run.runtime),
             costs[name],
             _estimate_in_words(run, target, runs),
         )
         for (name, target, run), latency in zip(runs, latencies, strict=True)
     ]
-    rows += [_judged(before[key], qualities_of[key[:2]]) for key in order if key in before]
+    rows += [
+        _judged(before[key], _quality(qualities.get(key[0]), by_name[key[1]], key[2])) for key in order if key in before
+    ]
     return Comparison(where, tuple(sorted(rows, key=lambda row: order.index(key_of(row)))))
 
 
@@ -124,9 +126,9 @@ def _standing(earlier: Comparison | None, before: Mapping[Key, Row], name: str, 
     return own if all(key in before for key in own) else []
 
 
-def _quality(quality: Evaluation | None, target: Target) -> Evaluation | None:
-    """What a model is worth as a target computes it: not known where that loses more than rounding."""
-    return quality if target.loses() is None else None
+def _quality(quality: Evaluation | None, target: Target, runtime: str) -> Evaluation | None:
+    """What a model is worth in a runtime of a target: not known where that loses more than rounding."""
+    return quality if target.loses(runtime) is None else None
 
 
 def _judged(row: Row, quality: Evaluation | None) -> Row:

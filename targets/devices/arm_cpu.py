@@ -62,7 +62,7 @@ class ArmCpu(Target):
     def availability(self) -> Availability:
         return Availability(build=tvm_compat.why_missing(), measure=NOT_MEASURED if self.rpc is None else None)
 
-    def loses(self) -> Refusal | None:
+    def loses(self, runtime: str | None = None) -> Refusal | None:
         return in_precision.loss(self.precision)
 
     def answers(

@@ -20,6 +20,7 @@ from attnrewrite.targets.tvm.schedules.precision import FP32, require
 from attnrewrite.targets.tvm.schedules.profile import HOST
 
 LIBRARY = "model.so"
+FLOAT32 = ("torch eager", "onnxruntime")  # runtimes that compute so, whatever the precision of ours
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Host(Target):
     def availability(self) -> Availability:
         return Availability(build=tvm_compat.why_missing() or tvm_compat.why_no_linker(), measure=None)
 
-    def loses(self) -> Refusal | None:
-        return in_precision.loss(self.precision)
+    def loses(self, runtime: str | None = None) -> Refusal | None:
+        return None if runtime in FLOAT32 else in_precision.loss(self.precision)
 
     def answers(
         self, artifact: Artifact, module: nn.Module, example_inputs: tuple[Tensor, ...]
