@@ -31,8 +31,9 @@ from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import MOST_IMAGES, Budget, Calibration, Execution, Progress, names, thread_count
 from attnrewrite.selection.problem import requested
 from attnrewrite.site import AttentionSite, Scan
-from attnrewrite.targets.base import Artifact, get_target, recorded
+from attnrewrite.targets.base import Artifact, Target, get_target, recorded
 from attnrewrite.targets.pictures import of_pictures
+from attnrewrite.targets.record import is_package
 from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, variants
 
@@ -175,6 +176,8 @@ def lower(
 ) -> Artifact:
     """Compile a model for a target into the new folder `out`, checked against the model on the same input.
 
+    A .mlpackage that coremltools wrote is laid out anew for coreml-npu, and held to itself on drawn inputs.
+
     What follows `threads` is for targets that have it. coreml-npu lays tensors out for the "engine" (its default) or
     "as-is", for "iOS17" (its default) or "iOS18" and later; with `image_input` it takes images, the preprocessing
     inside, and with `labels` (names, or a file of one a line; by default those of a transformers model that takes
@@ -193,6 +196,8 @@ def lower(
         labels=labels if labels is None or isinstance(labels, str | Path) else tuple(labels),
     )  # fmt: skip
     count = 1 if threads is None else thread_count(threads)
+    if is_package(source):
+        return _laid_out(Path(source), chosen, out, force, data)
     chosen.require_answers(data)
     images = None if data is None else load_images(data)
     loaded = _sound(_load(source, example_inputs, **how))
@@ -219,6 +224,19 @@ def lower(
             artifact = recorded(replace(made, measured=measured, notes=notes), folder)
         except Exception as error:
             raise told(f"target {target!r}", error) from error
+    return replace(artifact, path=Path(out))
+
+
+def _laid_out(package: Path, target: Target, out: str | Path, force: bool, data: Data | None) -> Artifact:
+    if data is not None:
+        raise InputError("a package that is laid out anew has no model to be measured beside: leave --data out")
+    if not package.is_dir():
+        raise InputError(f"there is no package {package}: give a .mlpackage folder that coremltools or lower wrote")
+    with staged(as_path(out), force=force) as folder:
+        try:
+            artifact = target.lay_out(package, folder)
+        except Exception as error:
+            raise told(f"target {target.name!r}", error) from error
     return replace(artifact, path=Path(out))
 
 

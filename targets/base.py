@@ -153,6 +153,14 @@ class Target:
         """A call that gives for one input what the artifact made of `module` does: see `has_answers`."""
         raise NotImplementedError
 
+    def lay_out(self, package: Path, out: Path) -> Artifact:
+        """A package that is one already, made better for the target in the folder `out`, and checked against itself.
+
+        Raises:
+            InputError: the target has no such packages, or the package cannot be read.
+        """
+        raise InputError(f"target {self.name!r} lowers models, and {package} is a package of Core ML: give coreml-npu")
+
     def loses(self, runtime: str | None = None) -> Refusal | None:
         """What an artifact loses beyond rounding, so that it must be measured on images; None where it is nothing.
 

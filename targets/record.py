@@ -19,6 +19,11 @@ class Port:
     dtype: str
 
 
+def is_package(source: object) -> bool:
+    """Whether a source is a Core ML package on disk, by its name."""
+    return isinstance(source, str | Path) and str(source).rstrip("/").endswith(".mlpackage")
+
+
 @dataclass(frozen=True)
 class Labels:
     """What an artifact calls the classes of a classifier, in their order, instead of giving numbers.

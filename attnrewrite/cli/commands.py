@@ -157,6 +157,8 @@ def lower(
 ) -> Outcome:
     """Lower a model for a target and check the artifact against the model.
 
+    A .mlpackage that coremltools wrote is laid out anew for coreml-npu, and held to itself.
+
     Beside the artifact, artifact.json says what it is: inputs and how pictures become them, outputs, the processor and
     the runtime, the check, what became of every operator.
     """
@@ -164,7 +166,7 @@ def lower(
     from attnrewrite.images.dataset import load_images
     from attnrewrite.targets.base import get_target
     from attnrewrite.targets.pictures import require_picture
-    from attnrewrite.targets.record import as_data
+    from attnrewrite.targets.record import as_data, is_package
 
     out = output.out
     check_free(out, force=output.force)
@@ -173,13 +175,17 @@ def lower(
     options |= {"image_input": image_input or None, "labels": labels, "compress": compress, "precision": precision}
     chosen = get_target(target).configured(**options)
     chosen.require_build()
-    chosen.require_answers(data)
+    packaged = is_package(source)
+    if not packaged:
+        chosen.require_answers(data)
+    elif any(value is not None for value in asdict(model).values()):
+        raise InputError("options of models say nothing of a package, which is laid out as it is: leave them out")
     images = None if data is None else load_images(data, skip_bad).sample(samples, run.execution.seed)
-    loaded = _load(source, model, run)
-    if images is not None:
+    loaded: Any = source if packaged else _load(source, model, run)
+    if images is not None and not packaged:
         images.check(loaded.preprocessing, loaded.input_size)
     if run.dry_run:
-        if chosen.takes_pictures:
+        if chosen.takes_pictures and not packaged:
             require_picture(loaded.name, tuple(each[:1] for each in loaded.example_inputs), loaded.preprocessing)
         return _would(f"lower {source} for {target} to {out}", source=source, target=target, out=str(out))
     with bars() as progress:

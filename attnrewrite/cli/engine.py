@@ -10,10 +10,6 @@ if TYPE_CHECKING:
     from attnrewrite.targets.coreml.engine_rules import EngineReport
 
 
-def is_package(source: str) -> bool:
-    return source.rstrip("/").endswith(".mlpackage")
-
-
 def explain_package(source: str) -> Outcome:
     """The package held against the rules. InputError where it cannot be read."""
     from attnrewrite.targets.coreml import interpreter, package

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnrewrite.cli.app import command
-from attnrewrite.cli.engine import explain_package, is_package
+from attnrewrite.cli.engine import explain_package
 from attnrewrite.cli.options import ModelOptions, Original, RunOptions, SourceName
 from attnrewrite.cli.output import Outcome, table
 from attnrewrite.errors import InputError, Refusal
@@ -48,6 +48,8 @@ def explain(
     the folder's report says where you wrote the folder on this machine; else name it with --original.
     A Core ML package is held against the rules of the Neural Engine instead.
     """
+    from attnrewrite.targets.record import is_package
+
     if is_package(source):
         if graph or image or maps or original:
             raise InputError("--graph, --image, --maps and --original are for models, not packages: leave them out")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attnrewrite.errors import AttnRewriteError, InputError, Refusal
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Estimate, Pricing, Run, Target, size_bytes
-from attnrewrite.targets.coreml import compression, interpreter, latency, lowering, on_mac, package
+from attnrewrite.targets.coreml import compression, interpreter, latency, lowering, on_mac, package, saved
 from attnrewrite.targets.coreml.labels import named, read_labels
 from attnrewrite.targets.devices import on_phone
 from attnrewrite.targets.prepare import arrays, canonical, each_once, in_float32, reference
@@ -95,6 +95,25 @@ class CoreMLNpu(Target):
             outputs=expected,
             labels=labels,
             compression=made.compression,
+        )
+
+    def lay_out(self, package: Path, out: Path) -> Artifact:
+        self.require_build()
+        given = {"image-input": self.image_input, "labels": self.labels, "compress": self.compress}
+        told = [name for name, value in given.items() if value]
+        if told:
+            raise InputError(f"a package keeps its inputs, outputs and weights as they lie: leave --{told[0]} out")
+        made = saved.lay_out(package, out, self.layout)
+        how = f"interpreted beside the package before; in float32 within {made.float32.max_abs_error:.2g} of it"
+        return self.artifact(
+            package.stem,
+            out,
+            made.float16,
+            check=how,
+            schedule=f"Core ML's own, layout {self.layout}: {made.after.sentence()}",
+            notes=(f"laid out anew; before, {made.before.sentence()}",),
+            inputs=made.inputs,
+            outputs=made.outputs,
         )
 
     def answers(

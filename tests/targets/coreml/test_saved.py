@@ -1,0 +1,130 @@
+"""Packages that others saved: laid out anew for the engine, and held to themselves."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_vits import tiny_vit
+
+import attnrewrite as ar
+from attnrewrite.errors import CheckFailedError, InputError
+
+ct = pytest.importorskip("coremltools", reason="coremltools is not installed")
+from coremltools.converters.mil.mil import Builder as mb  # noqa: E402
+
+from attnrewrite.targets import agreement  # noqa: E402
+from attnrewrite.targets.base import get_target  # noqa: E402
+from attnrewrite.targets.coreml import interpreter, package, saved  # noqa: E402
+from attnrewrite.targets.coreml.engine_rules import lint  # noqa: E402
+
+
+def written(tmp_path: Path, layout: str = "as-is", **options: Any) -> Path:
+    model, inputs = tiny_vit("softmax")
+    folder = tmp_path / "before"
+    folder.mkdir()
+    get_target("coreml-npu").configured(layout=layout, **options).lower("vit", model.eval(), inputs, folder, threads=1)
+    return folder / package.NAME
+
+
+def transposes(path: Path) -> int:
+    with package.quiet():
+        operations = interpreter.load(path).functions["main"].operations
+    return sum(each.op_type == "transpose" for each in operations)
+
+
+def test_a_package_in_the_exporters_layout_comes_into_the_engines(tmp_path: Path) -> None:
+    before = written(tmp_path)
+    made = ar.lower(before, "coreml-npu", tmp_path / "out")
+    after = tmp_path / "out" / package.NAME
+    assert transposes(after) < transposes(before) / 2
+    with package.quiet():
+        one, other = interpreter.load(before), interpreter.load(after)
+    assert lint(other).staying() == (1.0, 1.0)
+    _, inputs = tiny_vit("softmax")
+    feed = dict(zip(one.functions["main"].inputs, (inputs[0] * 2,), strict=True))
+    found, wanted = (interpreter.interpret(each, feed, rounded=False).outputs for each in (other, one))
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        assert float((found[name] - value).abs().max()) <= agreement.FLOAT32 * float(value.abs().max())
+    assert made.max_abs_error <= made.tolerance
+    assert made.check.startswith("interpreted beside the package before; in float32 within ")
+    assert "before, by known rules" in made.notes[0]
+
+
+def of(shape: tuple[int, ...], build: Callable[[Any], Any], target: str = "iOS17") -> Any:
+    opset = getattr(ct.target, target)
+    program = mb.program(input_specs=[mb.TensorSpec(shape=shape)], opset_version=opset)(lambda x: build(x))
+    return ct.convert(program, minimum_deployment_target=opset, skip_model_load=True)
+
+
+def compressed(tmp_path: Path) -> Path:
+    return written(tmp_path, compress="int8")
+
+
+def older(tmp_path: Path) -> Path:
+    of((1, 4), lambda x: mb.relu(x=x), "iOS15").save(str(tmp_path / "old.mlpackage"))
+    return tmp_path / "old.mlpackage"
+
+
+def picture(tmp_path: Path) -> Path:
+    opset = ct.target.iOS17
+    program = mb.program(input_specs=[mb.TensorSpec(shape=(1, 3, 4, 4))], opset_version=opset)(lambda x: mb.relu(x=x))
+    takes = [ct.ImageType(name="x", shape=(1, 3, 4, 4))]
+    ct.convert(program, inputs=takes, minimum_deployment_target=opset, skip_model_load=True).save(
+        str(tmp_path / "picture.mlpackage")
+    )
+    return tmp_path / "picture.mlpackage"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (compressed, "has compressed weights"),
+        (older, "is for systems before iOS17"),
+        (picture, r"takes what is no array \(imageType\)"),
+    ],
+)
+def test_what_would_be_lost_is_refused(make: Callable[[Path], Path], why: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"{why}, which laying it out anew would lose: lower the model"):
+        ar.lower(make(tmp_path), "coreml-npu", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "why"),
+    [
+        ("host", {}, "target 'host' lowers models, and .* is a package of Core ML: give coreml-npu"),
+        ("coreml-npu", {"compress": "int8"}, "a package keeps its inputs, .*: leave --compress out"),
+        ("coreml-npu", {"data": "test.npz"}, "has no model to be measured beside: leave --data out"),
+    ],
+)
+def test_what_says_nothing_of_a_package_is_refused(
+    target: str, options: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "some.mlpackage").mkdir()
+    with pytest.raises(InputError, match=why):
+        ar.lower(tmp_path / "some.mlpackage", target, tmp_path / "out", **options)
+    with pytest.raises(InputError, match="there is no package"):
+        ar.lower(tmp_path / "none.mlpackage", "coreml-npu", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_program_than_the_one_before_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = written(tmp_path)
+
+    def other(source: Path, program: Any, layout: str, out: Path) -> Path:
+        twice = of(tuple(program.functions["main"].inputs["images"].shape), lambda x: mb.mul(x=x, y=np.float32(2)))
+        twice.save(str(out / package.NAME))
+        return out / package.NAME
+
+    monkeypatch.setattr(saved, "_through_passes", other)
+    monkeypatch.setattr(saved, "_drawn", lambda *_: {"images": torch.ones(1), "x": torch.ones(1)})
+    monkeypatch.setattr(
+        saved, "_given", lambda program, *_: (np.full(3, float(len(program.functions["main"].operations))),)
+    )
+    with pytest.raises(CheckFailedError, match="differs"):
+        ar.lower(before, "coreml-npu", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
