@@ -290,7 +290,7 @@ def test_the_command_writes_the_page_and_prints_json_alone(
     capsys.readouterr()
     assert main([*command, "--json"]) == 0
     printed = capsys.readouterr()
-    assert list(json.loads(printed.out)) == ["model", "frontend", "sites", "near_misses"]
+    assert list(json.loads(printed.out)) == ["model", "frontend", "sites", "near_misses", "groups"]
     assert printed.err == f"written: {out}\n"
     assert out.read_text().count('class="box site"') == 2
     assert main(command) == 2
