@@ -16,6 +16,8 @@ ANALYSER, DISASSEMBLER = "llvm-mca", "llvm-mc"
 HOT = 0.95  # of the instructions: the rest lies in thousands of blocks, and is taken at the others' mean
 TIMEOUT_S = 60  # seconds
 ARCHITECTURE = "aarch64"
+# Stands between blocks, so that one call disassembles them all: a breakpoint that no compiler writes.
+BETWEEN, BETWEEN_CODE = "brk #0xbeef", bytes.fromhex("e0dd37d4")
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,18 @@ def estimated(blocks: Sequence[Block], core: str) -> Cycles:
     for tool in (ANALYSER, DISASSEMBLER):
         if shutil.which(tool) is None:
             raise Unavailable(f"{tool} is not installed (Debian: llvm)")
-    _analysed("nop", core)  # an unknown core is told at once
-    why = ""
+    _analysed(["nop"], core)  # an unknown core is told at once
+    left = sorted(blocks, key=lambda block: block.instructions, reverse=True)
     total = sum(block.instructions for block in blocks)
-    cycles, reached = 0.0, 0
-    for block in sorted(blocks, key=lambda block: block.instructions, reverse=True):
-        if reached >= HOT * total:
-            break
-        try:
-            cycles += block.times * _analysed(_assembly(block, core), core)
-            reached += block.instructions
-        except Failed as error:  # an instruction that the core's tables lack, as atomic ones
-            why = f" ({error})"
+    cycles, reached, why = 0.0, 0, ""
+    while left and reached < HOT * total:
+        hot, left = _cut(left, HOT * total - reached)
+        for block, found in zip(hot, _each(_assembly(hot, core), core), strict=True):
+            if isinstance(found, Failed):
+                why = f" ({found})"
+            else:
+                cycles += block.times * found
+                reached += block.instructions
     if reached < HOT * total:
         raise Unavailable(f"{ANALYSER} knows {reached / total:.0%} of the code for {core}{why}")
     release = run([ANALYSER, "--version"], TIMEOUT_S).split("version", 1)[-1].split()[0]
@@ -54,18 +56,52 @@ def estimated(blocks: Sequence[Block], core: str) -> Cycles:
     return Cycles(round(cycles * total / reached), how)
 
 
-def _assembly(block: Block, core: str) -> str:
-    code = block.code
+def _cut(blocks: Sequence[Block], wanted: float) -> tuple[Sequence[Block], Sequence[Block]]:
+    """The first blocks, as many as execute `wanted` instructions, and the others."""
+    count, reached = 0, 0
+    while count < len(blocks) and reached < wanted:
+        reached += blocks[count].instructions
+        count += 1
+    return blocks[:count], blocks[count:]
+
+
+def _assembly(blocks: Sequence[Block], core: str) -> list[str | Failed]:
+    """Each block in the assembler's words."""
+    code = BETWEEN_CODE.join(block.code for block in blocks)
     words = "\n".join(" ".join(f"{byte:#04x}" for byte in code[at : at + BYTES]) for at in range(0, len(code), BYTES))
     text = run([DISASSEMBLER, "--disassemble", f"--arch={ARCHITECTURE}", f"-mcpu={core}"], TIMEOUT_S, words)
-    lines = [line for line in text.splitlines() if line.strip() not in ("", ".text")]
-    if (unknown := len(code) // BYTES - len(lines)) > 0:
-        raise Failed(f"{DISASSEMBLER} does not know {unknown} instructions")
-    return "\n".join(lines)
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip() not in ("", ".text")]
+    told = [part.strip().splitlines() for part in "\n".join(lines).split(BETWEEN)]
+    unknown = [len(block.code) // BYTES - len(part) for block, part in zip(blocks, told, strict=True)]
+    return [
+        Failed(f"{DISASSEMBLER} does not know {lost} instructions") if lost else "\n".join(part)
+        for lost, part in zip(unknown, told, strict=True)
+    ]
 
 
-def _analysed(assembly: str, core: str) -> float:
-    """The cycles of one pass through `assembly`, where it is a loop."""
-    found = run([ANALYSER, f"--march={ARCHITECTURE}", f"-mcpu={core}", "--json"], TIMEOUT_S, assembly)
-    summary = json.loads(found)["CodeRegions"][0]["SummaryView"]
-    return float(summary["TotalCycles"] / summary["Iterations"])
+def _each(assembly: Sequence[str | Failed], core: str) -> list[float | Failed]:
+    """The cycles of one pass through each part, where it is a loop; why not, where the core's tables lack something."""
+    known = [part for part in assembly if isinstance(part, str)]
+    found = iter(_apart(known, core))
+    return [next(found) if isinstance(part, str) else part for part in assembly]
+
+
+def _apart(parts: Sequence[str], core: str) -> list[float | Failed]:
+    """`_analysed`, where one unknown instruction, as atomic ones are, makes the analyser refuse all parts together."""
+    if not parts:
+        return []
+    try:
+        return [*_analysed(parts, core)]
+    except Failed as error:
+        if len(parts) == 1:
+            return [error]
+        half = len(parts) // 2
+        return _apart(parts[:half], core) + _apart(parts[half:], core)
+
+
+def _analysed(parts: Sequence[str], core: str) -> list[float]:
+    """The cycles of one pass through each part, where it is a loop."""
+    given = "\n".join(f"# LLVM-MCA-BEGIN {index}\n{part}\n# LLVM-MCA-END" for index, part in enumerate(parts))
+    told = run([ANALYSER, f"--march={ARCHITECTURE}", f"-mcpu={core}", "--json"], TIMEOUT_S, given)
+    regions = (region["SummaryView"] for region in json.loads(told)["CodeRegions"])
+    return [float(region["TotalCycles"] / region["Iterations"]) for region in regions]
