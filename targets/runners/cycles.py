@@ -38,7 +38,7 @@ def estimated(blocks: Sequence[Block], core: str) -> Cycles:
         if shutil.which(tool) is None:
             raise Unavailable(f"{tool} is not installed (Debian: llvm)")
     _analysed(["nop"], core)  # an unknown core is told at once
-    left = sorted(blocks, key=lambda block: block.instructions, reverse=True)
+    left: Sequence[Block] = sorted(blocks, key=lambda block: block.instructions, reverse=True)
     total = sum(block.instructions for block in blocks)
     cycles, reached, why = 0.0, 0, ""
     while left and reached < HOT * total:
