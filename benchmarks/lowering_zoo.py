@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from lowering import measured
+from runtimes import measured
 from torch import Tensor, nn
 from zoo.runs import SHARED, builder, chosen, in_own_process
 

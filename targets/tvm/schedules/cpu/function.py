@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as T
 
@@ -16,6 +17,7 @@ from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout, unravel
 
 OPAQUE = 8  # TVM's word for a function that must not be fused with others
+ON_STACK = 2**15  # bytes
 FEWEST_FOR_THREADS = 4096  # numbers: less work than that is done sooner than another thread wakes up
 
 
@@ -59,8 +61,12 @@ def steps(count: int) -> Iterator[Position]:
 
 
 def scratch(length: int, dtype: str = FLOAT32) -> Any:
-    """A buffer of the thread's own: on the stack below a kilobyte, and in registers where every place is a constant."""
-    return T.alloc_buffer((length,), dtype)
+    """A buffer of the thread's own: on the stack up to so many bytes, and in registers where every place is a constant.
+
+    TVM by itself asks the runtime for what takes a kilobyte, each time, and no compiler keeps that in registers.
+    """
+    on_stack = length * np.dtype(dtype).itemsize <= ON_STACK
+    return T.alloc_buffer((length,), dtype, annotations={"disable_lower_builtin": True} if on_stack else None)
 
 
 def address(layout: Layout, index: Sequence[Position]) -> Position:

@@ -52,7 +52,8 @@ def relax_pipeline(profile: Profile) -> Any:
 def build(module: Any, profile: Profile) -> Any:
     """A scheduled module compiled for the processor it was scheduled for."""
     target = tvm.target.Target(dict(profile.target))
-    with target:
+    # The pass that would merge buffers forgets which of them lie on the stack.
+    with target, tvm.transform.PassContext(config={"tirx.disable_storage_rewrite": True}):
         return tvm.relax.build(module, target, relax_pipeline=lowering(target))
 
 

@@ -16,6 +16,7 @@ from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
 TURNS = 2  # loads of multipliers in a turn of the loop
 IN_A_ROW = 64  # products summed in float16 before the sum is added to one in float32
+LOADS_HIDDEN = 16  # for one that is not
 LATENCY = 8  # multiply-adds that a core has in flight: fewer sums leave it waiting
 
 
@@ -161,16 +162,18 @@ def best_tiles(profile: Profile, rows: int, *products: tuple[int, int]) -> tuple
         best = [min(cut, key=lambda tile, of=product: cycles(tile, *of)) for product in products]  # type: ignore[misc]
         return sum(cycles(tile, *product) for tile, product in zip(best, products, strict=True)), tuple(best)
 
-    heights = dict.fromkeys(min(tile.rows, rows) for tile in profile.tiles)
-    return min(map(choice, heights), key=lambda found: found[0])[1]
+    highest = min(rows, max(tile.rows for tile in profile.tiles))
+    return min(map(choice, range(highest, 0, -1)), key=lambda found: found[0])[1]
 
 
 def _step(profile: Profile, tile: Tile) -> float:
     """Cycles of a tile's step, by what limits it: multiply-adds, loads, or the time until a sum is ready for the next.
 
-    Where multipliers are lanes, loads are few, and what counts is how many instructions there are.
+    Where multipliers are lanes, loads are few, and what counts is how many instructions there are. Elsewhere loads take
+    their turns beside multiply-adds: of tiles that do the same, that with fewer of them is the better.
     """
     wide = -(-tile.columns // profile.stored_lanes)
     if profile.by_lane:
         return max(tile.rows * (wide + 1 / profile.stored_lanes) + wide / 2, LATENCY)
-    return max(tile.rows * wide, tile.rows + wide, LATENCY)
+    loads = tile.rows + wide
+    return max(tile.rows * wide, loads, LATENCY) + loads / LOADS_HIDDEN
