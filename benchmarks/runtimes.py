@@ -25,6 +25,7 @@ from attnrewrite.targets.tvm.importer import import_program
 
 OURS = "tvm, our schedules"
 WARM = 3  # calls that are not timed
+SAMPLE_S = 0.1  # seconds
 Call = Callable[[], object]
 Loader = Callable[[int], Call]
 Name = TypeVar("Name")
@@ -132,15 +133,27 @@ def loaders(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[st
 
 
 def measured(calls: Mapping[Name, Call], clock: Callable[[], float], rounds: int) -> dict[Name, list[float]]:
-    """Milliseconds of every call, in turns."""
+    """Milliseconds of every call, in turns.
+
+    A sample is of as many calls as take SAMPLE_S: some kernels count processor time in ticks of milliseconds.
+    """
+    repeats = {name: _several(call) for name, call in calls.items()}
     times: dict[Name, list[float]] = {name: [] for name in calls}
-    for number in range(WARM + rounds):
+    for _ in range(rounds):
         for name, call in calls.items():
             start = clock()
-            call()
-            if number >= WARM:
-                times[name].append(1e3 * (clock() - start))
+            for _ in range(repeats[name]):
+                call()
+            times[name].append(1e3 * (clock() - start) / repeats[name])
     return times
+
+
+def _several(call: Call) -> int:
+    """How many calls, once warm, take SAMPLE_S."""
+    for _ in range(WARM):
+        start = time.perf_counter()
+        call()
+    return max(1, round(SAMPLE_S / (time.perf_counter() - start)))
 
 
 def environment() -> str:

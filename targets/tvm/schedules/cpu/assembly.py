@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import copying
+from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, gathered
 from attnrewrite.targets.tvm.schedules.cpu.packing import Pack, packed, rounded
 from attnrewrite.targets.tvm.schedules.cpu.product import Product
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, best_tile, panel_shape, panels
@@ -77,7 +78,10 @@ class Assembly:
         profile: Profile,
         written: Shape,
     ) -> Temporary:
-        """Add out = epilogue(left right), operands over [batch..., rows, depth] and [batch..., depth, columns]."""
+        """Add out = epilogue(left right), operands over [batch..., rows, depth] and [batch..., depth, columns].
+
+        Several axes may make the depth and the columns of a right operand that is a view.
+        """
         batch, columns, lead = out.shape[:-2], out.shape[-1], len(out.shape) - 2
         arguments = Arguments()
         first = arguments.load(_multiplied(self.view(left, (*out.shape[:-1], depth)), profile))
@@ -89,9 +93,11 @@ class Assembly:
             first = replace(first, layout=left_layout)
         row_axes = 1 if batch else len(out.shape) - 1
         tile = best_tile(profile, math.prod(out.shape[-1 - row_axes : -1]), columns)
-        second: Load | Panels
+        second: Load | Panels | Gathered
         if isinstance(right, Leaf) and has_rows(right.view):
-            second = arguments.load(right.view)
+            plain = len(right.view.layout.shape) == len(batch) + 2
+            load = arguments.load(right.view)
+            second = load if plain else gathered(load, len(batch), depth)
         else:
             second = self.pack(right, batch, columns, depth, tile, arguments, profile)
         if batch:

@@ -9,13 +9,14 @@ import numpy as np
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded
 from attnrewrite.targets.tvm.schedules.cpu.depthwise import Depthwise
+from attnrewrite.targets.tvm.schedules.cpu.gathering import FEWEST_LANES, side_by_side
 from attnrewrite.targets.tvm.schedules.cpu.windows import Windows, pair, sides
 from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, moved, ordered
 from attnrewrite.targets.tvm.schedules.graph import shape
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
 from attnrewrite.targets.tvm.schedules.trace import Traced, operand, trace
-from attnrewrite.targets.tvm.schedules.view import Layout, View, contiguous
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguous
 
 MOST_TAPS = 49  # elements of a window that are written out one after the other
 
@@ -90,9 +91,7 @@ def _images(
     out, epilogue = move(traced.out), moved(traced.epilogue, move)
     if out is None or epilogue is None:
         return Refusal("layout", "writes or reads beside a convolution what has no flat image")
-    flat = seen.layout.reshape((batch, groups, depth, places))
-    space = (batch, groups, depth, places)
-    right = View(seen.base, flat) if flat is not None else _copied(assembly, seen, space)
+    right = _beside(assembly, seen, (batch, groups, depth, places))
     left = View(np.ascontiguousarray(weight.reshape(groups, channels, depth)), contiguous((groups, channels, depth)))
     assembly.product(
         expanded(Leaf(left), (batch, groups, channels, depth)),
@@ -104,6 +103,17 @@ def _images(
         shape(call.var),
     )
     return assembly.kernel()
+
+
+def _beside(assembly: Assembly, seen: View, space: Shape) -> View:
+    """Windows over [batch, groups, depth, places], as they lie where enough of them are neighbours."""
+    flat = seen.layout.reshape(space)
+    if flat is not None:
+        return View(seen.base, flat)
+    split = seen.layout.reshape((*space[:2], seen.layout.shape[1] // space[1], *seen.layout.shape[2:]))
+    if split is None or split.strides[-1] != 1 or side_by_side(split.shape[-2:]) < FEWEST_LANES:
+        return _copied(assembly, seen, space)
+    return View(seen.base, split)
 
 
 def _copied(assembly: Assembly, windows: View, space: tuple[int, ...]) -> View:

@@ -1,7 +1,7 @@
 """Products of matrices, with all that follows them element by element."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,29 +9,31 @@ from tvm import tirx
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, prefetch, steps, when
+from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, spread
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression, Load
 from attnrewrite.targets.tvm.schedules.profile import SIZES, Profile, Tile
 from attnrewrite.targets.tvm.schedules.rule import Argument
-from attnrewrite.targets.tvm.schedules.view import Layout, unravel
+from attnrewrite.targets.tvm.schedules.view import Layout
 
 TASKS = 8  # parts to share among threads, where there are few panels
 CACHE_LINE = 64  # bytes
+Row = Callable[[Position, int, int], Value]  # of a right operand: its number, the first column, and how many
 
 
 @dataclass(frozen=True)
 class Product:
     """out[z, m, n] = epilogue(sum_k left[z, m, k] right[z, k, n]).
 
-    `left` has any strides; `right` is packed, or a load whose columns are neighbours. `out` and the epilogue's loads
-    have the shape [outer..., rows..., columns], of which `row_axes` make the rows: those of windows of an image, say,
-    are many axes, and too few on each for a tile.
+    `left` has any strides; `right` is packed, or gathered, or a load whose columns are neighbours. `out` and the
+    epilogue's loads have the shape [outer..., rows..., columns], of which `row_axes` make the rows: those of windows of
+    an image, say, are many axes, and too few on each for a tile.
     """
 
     depth: int
     left: Load
-    right: Load | Panels
+    right: Load | Panels | Gathered
     out: Layout
     epilogue: Expression
     tile: Tile
@@ -65,50 +67,70 @@ class _Writer:
 
     def write(self) -> None:
         work = self.product.out.size * self.product.depth
-        with each((*self.outer, self.across, self.parts), work) as (*z, panel, part), steps(self.per_part) as step:
-            if isinstance(self.product.right, Panels) and self.per_part > 1:
-                self.fetch_next(z, panel, step)
-            row = vectors.name(tirx.min((part * self.per_part + step) * self.high, self.rows - self.high))
-            column = panel * self.wide
-            if not isinstance(self.product.right, Panels):
-                column = vectors.name(tirx.min(column, self.columns - self.wide))
-            tile = RegisterTile(self.high, self.wide, self.profile)
-            left = self.product.left
-            begins = [vectors.name(address(left.layout, (*z, *self.at(row + i), 0))) for i in range(self.high)]
-            along_depth = left.layout.strides[-1]
-            tile.multiply(
-                self.product.depth,
-                lambda i, k, n: vectors.load(
-                    self.buffers[left.argument], begins[i] + k * along_depth, n, dtype=self.profile.stored
-                ),
-                lambda k, begin, lanes: self.right(z, panel, k, column, begin, lanes),
-                self.profile.by_lane and self.product.left.layout.strides[-1] == 1,
-            )
+        with each((*self.outer, self.across, self.parts), work) as (*z, panel, part):
+            column, right = self.right(z, panel)
+            with steps(self.per_part) as step:
+                if isinstance(self.product.right, Panels) and self.per_part > 1:
+                    self.fetch_next(z, panel, step)
+                row = vectors.name(tirx.min((part * self.per_part + step) * self.high, self.rows - self.high))
+                self.tile(z, panel, row, column, right)
 
-            # One row's code in a loop: that of all rows side by side would take the compiler a long time.
-            sums = tile.spilled()
+    def tile(self, z: Sequence[Position], panel: Position, row: Position, column: Position, right: Row) -> None:
+        """The sums of one tile, and what follows them."""
+        tile = RegisterTile(self.high, self.wide, self.profile)
+        left = self.product.left
+        begins = [vectors.name(address(left.layout, (*z, *self.at(row + i), 0))) for i in range(self.high)]
+        along_depth = left.layout.strides[-1]
+        tile.multiply(
+            self.product.depth,
+            lambda i, k, n: vectors.load(
+                self.buffers[left.argument], begins[i] + k * along_depth, n, dtype=self.profile.stored
+            ),
+            right,
+            self.profile.by_lane and self.product.left.layout.strides[-1] == 1,
+        )
 
-            def store(width: int) -> None:
-                with steps(self.high) as i:
-                    for begin, lanes in pieces(width, 2 * self.profile.lanes):
-                        value = vectors.load(sums, i * self.wide + begin, lanes)
-                        self.store((*z, *self.at(row + i), column + begin), lanes, value)
+        # One row's code in a loop: that of all rows side by side would take the compiler a long time.
+        sums = tile.spilled()
 
-            if not self.narrow or self.across == 1:
-                store(self.narrow or self.wide)
-            else:
-                when(panel < self.across - 1, lambda: store(self.wide), lambda: store(self.narrow))
+        def store(width: int) -> None:
+            with steps(self.high) as i:
+                for begin, lanes in pieces(width, 2 * self.profile.lanes):
+                    value = vectors.load(sums, i * self.wide + begin, lanes)
+                    self.store((*z, *self.at(row + i), column + begin), lanes, value)
+
+        if not self.narrow or self.across == 1:
+            store(self.narrow or self.wide)
+        else:
+            when(panel < self.across - 1, lambda: store(self.wide), lambda: store(self.narrow))
 
     def at(self, row: Position) -> list[Position]:
         """A row's place on each of the axes that make the rows."""
-        if len(self.row_shape) == 1:
-            return [row]
-        return [row // step % size if size > 1 else 0 for step, size in unravel(self.row_shape)]
+        return spread(row, self.row_shape)
 
-    def right(self, z: Sequence[Position], panel: Position, k: Position, column: Position, begin: int, n: int) -> Value:
-        right = self.product.right
-        index = (*z, panel, k, begin) if isinstance(right, Panels) else (*z, k, column + begin)
-        return vectors.load(self.buffers[right.argument], address(right.layout, index), n, dtype=self.profile.stored)
+    def right(self, z: Sequence[Position], panel: Position) -> tuple[Position, Row]:
+        """The first column of a panel, and how its rows are read."""
+        right, stored = self.product.right, self.profile.stored
+        column = panel * self.wide
+
+        def packed(k: Position, begin: int, lanes: int) -> Value:
+            at = address(right.layout, (*z, panel, k, begin))
+            return vectors.load(self.buffers[right.argument], at, lanes, dtype=stored)
+
+        def held(k: Position, begin: int, lanes: int) -> Value:
+            return vectors.load(copy, k * self.wide + begin, lanes, dtype=stored)
+
+        def lying(k: Position, begin: int, lanes: int) -> Value:
+            at = address(right.layout, (*z, k, column + begin))
+            return vectors.load(self.buffers[right.argument], at, lanes, dtype=stored)
+
+        if isinstance(right, Panels):
+            return column, packed
+        column = vectors.name(tirx.min(column, self.columns - self.wide))
+        if isinstance(right, Gathered):
+            copy = right.panel(self.buffers, z, column, self.wide, self.profile)
+            return column, held
+        return column, lying
 
     def store(self, index: Sequence[Position], lanes: int, value: Value) -> None:
         out = self.product.out
