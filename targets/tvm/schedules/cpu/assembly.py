@@ -94,10 +94,10 @@ class Assembly:
         row_axes = 1 if batch else len(out.shape) - 1
         tile = best_tile(profile, math.prod(out.shape[-1 - row_axes : -1]), columns)
         second: Load | Panels | Gathered
-        if isinstance(right, Leaf) and has_rows(right.view):
-            plain = len(right.view.layout.shape) == len(batch) + 2
-            load = arguments.load(right.view)
-            second = load if plain else gathered(load, len(batch), depth)
+        if isinstance(right, Leaf) and len(right.view.layout.shape) > len(batch) + 2:
+            second = gathered(arguments.load(right.view), len(batch), depth)
+        elif isinstance(right, Leaf) and has_rows(right.view):
+            second = arguments.load(right.view)
         else:
             second = self.pack(right, batch, columns, depth, tile, arguments, profile)
         if batch:

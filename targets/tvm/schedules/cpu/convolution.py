@@ -111,7 +111,7 @@ def _beside(assembly: Assembly, seen: View, space: Shape) -> View:
     if flat is not None:
         return View(seen.base, flat)
     split = seen.layout.reshape((*space[:2], seen.layout.shape[1] // space[1], *seen.layout.shape[2:]))
-    if split is None or split.strides[-1] != 1 or side_by_side(split.shape[-2:]) < FEWEST_LANES:
+    if split is None or side_by_side(split.shape[-2:]) < FEWEST_LANES:
         return _copied(assembly, seen, space)
     return View(seen.base, split)
 
