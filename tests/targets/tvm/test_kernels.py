@@ -5,7 +5,7 @@ A case is a Relax function of one operator and what follows it, scheduled, compi
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 tvm = pytest.importorskip("tvm")
@@ -217,6 +217,10 @@ def test_reductions(shape: Shape, axes: set[int], kind: str, keep: bool) -> None
     window=st.sampled_from([1, 2, 3, 5]), stride=st.integers(1, 3), padding=st.integers(0, 2),
     groups=st.sampled_from(["one", "all", "two"]), dilation=st.integers(1, 2),
 )  # fmt: skip
+@example(1, (3, 8), (7, 16), 3, 1, 1, "one", 1)  # neighbours in a row by fours and more: copied panel by panel
+@example(2, (8, 12), (10, 24), 3, 2, 1, "two", 1)
+@example(2, (4, 4), (9, 12), 5, 1, 2, "one", 2)
+@example(1, (3, 8), (5, 8), 1, 2, 0, "one", 1)
 def test_convolutions(
     batch: int,
     channels: tuple[int, int],
