@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.base import Pipeline
 from attnrewrite.passes.fx.decompositions import Decompose
+from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.fold_constants import FoldConstants
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.history import forget_history
@@ -23,7 +24,9 @@ from attnrewrite.passes.fx.quantise import QUANTISED, TABLE
 from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 
-CANONICAL: Pipeline[ExportedProgram] = Pipeline((Decompose(WRITTEN_OUT), FoldConstants()), name="canonical")
+CANONICAL: Pipeline[ExportedProgram] = Pipeline(
+    (WriteOutFlex(), Decompose(WRITTEN_OUT), FoldConstants()), name="canonical"
+)
 HALVES = {torch.float16: check.FLOAT16, torch.bfloat16: check.BFLOAT16}
 
 
@@ -104,7 +107,8 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
     # The fused encoder-layer operator of nn.TransformerEncoder is one that no importer knows.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        return forget_history(torch.export.export(module, example_inputs))
+        with torch.no_grad():  # some operators have no gradient on every processor
+            return forget_history(torch.export.export(module, example_inputs))
     except GuardOnDataDependentSymNode as error:
         raise InputError(
             f"torch.export cannot capture the module: a branch or a size in it follows from values "
