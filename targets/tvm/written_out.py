@@ -68,13 +68,35 @@ def _im2col(
 
 
 def _adaptive_mean(x: Tensor, output_size: Sequence[int]) -> Tensor:
-    """Means over parts of an image: pooling where they are of one size."""
+    """Means over parts of an image: pooling where they are of one size, else products with each part's shares."""
     if any(old % new for old, new in zip(x.shape[-2:], output_size, strict=True)):
-        return NotImplemented
+        down, right = (_shares(x, axis, count) for axis, count in zip((-2, -1), output_size, strict=True))
+        return down @ (x @ right.mT)
     if tuple(output_size) == (1, 1):
         return x.mean((-2, -1), keepdim=True)
     size = [old // new for old, new in zip(x.shape[-2:], output_size, strict=True)]
     return F.avg_pool2d(x, size, size)
+
+
+def _shares(x: Tensor, axis: int, count: int) -> Tensor:
+    """[count, length]: the share of each element of an axis in the mean of each of `count` parts, which may overlap."""
+    length = x.shape[axis]
+    part, place = torch.arange(count, device=x.device)[:, None], torch.arange(length, device=x.device)
+    inside = (place >= part * length // count) & (place < ((part + 1) * length + count - 1) // count)
+    shares = inside.to(x.dtype)
+    return shares / shares.sum(1, keepdim=True)
+
+
+def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
+def _repeated(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    """Copies side by side as one tensor read again and again."""
+    sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
+    apart = [each for size in sizes for each in (1, size)]
+    wide = [each for pair in zip(repeats, sizes, strict=True) for each in pair]
+    return x.reshape(apart).expand(wide).reshape([count * size for count, size in zip(repeats, sizes, strict=True)])
 
 
 def _line_convolution(
@@ -198,6 +220,8 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.instance_norm.default: _instance_norm,
     aten.prelu.default: _prelu,
     aten.pixel_shuffle.default: _pixel_shuffle,
+    aten.repeat.default: _repeated,
+    aten.stack.default: _stacked,
     aten.sum.default: _summed_as(aten.sum.default),
     aten.sum.dim_IntList: _summed_as(aten.sum.dim_IntList),
     **ARITHMETIC,
@@ -215,4 +239,6 @@ MISREAD = {
     aten.instance_norm.default,
     aten.prelu.default,
     aten.pixel_shuffle.default,
+    aten.repeat.default,
+    aten.stack.default,
 }
