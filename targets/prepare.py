@@ -1,7 +1,8 @@
 """A module made ready for a compiler: in float32, for fixed shapes, its operators in spellings that compilers read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.base import Pipeline
-from attnrewrite.passes.fx.decompositions import Decompose
+from attnrewrite.passes.fx.decompositions import Decompose, either
 from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.fold_constants import FoldConstants
 from attnrewrite.passes.fx.functionalise import functional_graph
@@ -24,9 +25,12 @@ from attnrewrite.passes.fx.quantise import QUANTISED, TABLE
 from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 
-CANONICAL: Pipeline[ExportedProgram] = Pipeline(
-    (WriteOutFlex(), Decompose(WRITTEN_OUT), FoldConstants()), name="canonical"
-)
+
+def _canonical(table: Mapping[Any, Callable[..., Any]]) -> Pipeline[ExportedProgram]:
+    return Pipeline((WriteOutFlex(), Decompose(table), FoldConstants()), name="canonical")
+
+
+CANONICAL = _canonical(WRITTEN_OUT)
 HALVES = {torch.float16: check.FLOAT16, torch.bfloat16: check.BFLOAT16}
 
 
@@ -163,9 +167,12 @@ def each_once(
     return specialise(plain, example_inputs), plain, ("outputs that are no tensors, or given before, are left out",)
 
 
-def canonical(program: ExportedProgram) -> ExportedProgram:
-    """The program in operators that compilers read, none of them in place; what depends on no input is computed."""
-    return CANONICAL(program)
+def canonical(program: ExportedProgram, others: Mapping[Any, Callable[..., Any]] | None = None) -> ExportedProgram:
+    """The program in operators that compilers read, none of them in place; what depends on no input is computed.
+
+    What `others` has is written out as it says, in the same trace: a trace costs more than all else here.
+    """
+    return CANONICAL(program) if others is None else _canonical(either(others, WRITTEN_OUT))(program)
 
 
 def arrays(values: object) -> tuple[np.ndarray, ...]:
