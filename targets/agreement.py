@@ -49,23 +49,29 @@ def agree(
     the module itself further than others (ORDINARY), the error may be larger, to `MOST` of the largest value.
 
     Raises:
-        CheckFailedError: an output of `subject` is missing, has another shape, is not finite or is too far off.
+        CheckFailedError: an output of `subject` is missing, has another shape, is not finite or is too far off; the
+            message says so where the module's own output hangs on rounding (a choice among equal numbers).
     """
     if [array.shape for array in found] != [array.shape for array in expected]:
         raise CheckFailedError(
             f"{subject}: its outputs have the shapes {[array.shape for array in found]}, "
             f"the module's have {[array.shape for array in expected]}"
         )
-    worst = _worst(found, expected, relative, [1.0] * len(found))
+    worst, moved = _worst(found, expected, relative, [1.0] * len(found)), 0.0
     if exact is not None and not worst.max_abs_error <= worst.tolerance:
-        sensitivities = [_sensitivity(one, other) for one, other in zip(expected, exact(), strict=True)]
+        precise = exact()
+        sensitivities = [_sensitivity(one, other) for one, other in zip(expected, precise, strict=True)]
         worst = _worst(found, expected, relative, sensitivities)
-    if not worst.max_abs_error <= worst.tolerance:
+        moved = _worst(precise, expected, relative, [1.0] * len(found)).max_abs_error
+    if worst.max_abs_error <= worst.tolerance:
+        return worst
+    differs = f"{subject}: its output differs from the module's by {worst.max_abs_error:.3g} on the same input"
+    if moved > worst.tolerance:
         raise CheckFailedError(
-            f"{subject}: its output differs from the module's by {worst.max_abs_error:.3g} on the same input, "
-            f"more than the {worst.tolerance:.3g} that rounding explains"
+            f"{differs}; computed in float64 the module itself differs from that by {moved:.3g}, so that the input "
+            "proves nothing: give others, or trained weights"
         )
-    return worst
+    raise CheckFailedError(f"{differs}, more than the {worst.tolerance:.3g} that rounding explains")
 
 
 def agree_rounded(

@@ -1,7 +1,8 @@
 """A module made ready for a compiler: in float32, for fixed shapes, its operators in spellings that compilers read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.base import Pipeline
-from attnrewrite.passes.fx.decompositions import Decompose
+from attnrewrite.passes.fx.decompositions import Decompose, either
+from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.fold_constants import FoldConstants
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.history import forget_history
@@ -23,7 +25,12 @@ from attnrewrite.passes.fx.quantise import QUANTISED, TABLE
 from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 
-CANONICAL: Pipeline[ExportedProgram] = Pipeline((Decompose(WRITTEN_OUT), FoldConstants()), name="canonical")
+
+def _canonical(table: Mapping[Any, Callable[..., Any]]) -> Pipeline[ExportedProgram]:
+    return Pipeline((WriteOutFlex(), Decompose(table), FoldConstants()), name="canonical")
+
+
+CANONICAL = _canonical(WRITTEN_OUT)
 HALVES = {torch.float16: check.FLOAT16, torch.bfloat16: check.BFLOAT16}
 
 
@@ -43,8 +50,11 @@ class Prepared:
         """Hold what was computed for the inputs to what the module gives. CheckFailedError where it is too far off."""
         expected = reference(self.module, self.inputs)
         if self.unrounded is None:
-            return check.agree(subject, found, expected, check.FLOAT32)
+            return check.agree(subject, found, expected, check.FLOAT32, self._exact)
         return check.agree_rounded(subject, found, expected, reference(self.unrounded, self.inputs))
+
+    def _exact(self) -> tuple[np.ndarray, ...]:
+        return exact(specialise(self.module, self.inputs), self.inputs)
 
 
 def in_float32(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Prepared:
@@ -101,7 +111,8 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
     # The fused encoder-layer operator of nn.TransformerEncoder is one that no importer knows.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        return forget_history(torch.export.export(module, example_inputs))
+        with torch.no_grad():  # some operators have no gradient on every processor
+            return forget_history(torch.export.export(module, example_inputs))
     except GuardOnDataDependentSymNode as error:
         raise InputError(
             f"torch.export cannot capture the module: a branch or a size in it follows from values "
@@ -156,9 +167,12 @@ def each_once(
     return specialise(plain, example_inputs), plain, ("outputs that are no tensors, or given before, are left out",)
 
 
-def canonical(program: ExportedProgram) -> ExportedProgram:
-    """The program in operators that compilers read, none of them in place; what depends on no input is computed."""
-    return CANONICAL(program)
+def canonical(program: ExportedProgram, others: Mapping[Any, Callable[..., Any]] | None = None) -> ExportedProgram:
+    """The program in operators that compilers read, none of them in place; what depends on no input is computed.
+
+    What `others` has is written out as it says, in the same trace: a trace costs more than all else here.
+    """
+    return CANONICAL(program) if others is None else _canonical(either(others, WRITTEN_OUT))(program)
 
 
 def arrays(values: object) -> tuple[np.ndarray, ...]:

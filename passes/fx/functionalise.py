@@ -14,6 +14,7 @@ from attnrewrite.passes.copying import quiet_copying
 from attnrewrite.passes.fx.composites import WriteOutComposites
 from attnrewrite.passes.fx.decompositions import Decompose
 from attnrewrite.passes.fx.edited import copied, input_specs, with_graph
+from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.signature import lost_writes, other_interface, writes, writes_in_place
 from attnrewrite.patterns.fx.operators import operator_name
 
@@ -129,7 +130,7 @@ class RemoveAssertions(Pass[GraphModule]):
         return PassResult(graph, gone)
 
 
-FUNCTIONAL: Pipeline[ExportedProgram] = Pipeline((Functionalise(),), name="functional")
+FUNCTIONAL: Pipeline[ExportedProgram] = Pipeline((WriteOutFlex(), Functionalise()), name="functional")
 READABLE: Pipeline[GraphModule] = Pipeline((WriteOutComposites(), RemoveDropout(), RemoveAssertions()), name="readable")
 
 

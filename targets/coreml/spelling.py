@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError
-from attnrewrite.passes.fx.decompositions import Decompose, either, in_others
+from attnrewrite.passes.fx.decompositions import either, in_others
 from attnrewrite.passes.fx.lacking import LACKING
 from attnrewrite.passes.fx.misread import WRITTEN_OUT
 from attnrewrite.targets.prepare import canonical
@@ -111,7 +111,7 @@ def written_out(program: ExportedProgram, operators: Collection[Any]) -> Exporte
     # Torch writes some out in primitives of its own, which say what they are in aten.
     primitives = {each: each.impl_aten for each in operators if getattr(each, "namespace", "") == "prims"}
     table = either(ours, in_others(operators) | primitives)
-    return canonical(Decompose(table)(program)) if table else None
+    return canonical(program, table) if table else None
 
 
 def culprit(error: BaseException, program: ExportedProgram) -> fx.Node | None:

@@ -5,9 +5,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from attnrewrite.errors import Refusal
-from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import Artifact, Availability, Run, Target
-from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
+from attnrewrite.targets.prepare import arrays, in_float32, specialise
 from attnrewrite.targets.runners import opencl
 from attnrewrite.targets.runners.programs import Unavailable
 from attnrewrite.targets.tvm import compat as tvm_compat
@@ -45,7 +44,7 @@ class Gpu(Target):
         except Unavailable as reason:
             host = tvm_compat.build_for_cpu(program, "host")
             found, how = tvm_compat.bind(host.executable, wide.inputs, threads)(), f"{ON_HOST}: {reason}"
-        agreement = check.agree(f"{name} for {self.name}", found, reference(wide.module, wide.inputs), check.FLOAT32)
+        agreement = wide.agree(f"{name} for {self.name}", found)
         return self.artifact(
             name,
             out,

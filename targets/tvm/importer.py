@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from attnrewrite.errors import InputError, first_line
-from attnrewrite.passes.fx.decompositions import Decompose, either, in_others
+from attnrewrite.passes.fx.decompositions import either, in_others
 from attnrewrite.targets.limits import require_compilable
 from attnrewrite.targets.prepare import canonical, tensors_alone
 from attnrewrite.targets.tvm.written_out import ARITHMETIC, MISREAD, WRITTEN_OUT
@@ -51,22 +51,25 @@ def readable(program: ExportedProgram) -> tuple[ExportedProgram, Any]:
         InputError: as `import_program`.
     """
     require_compilable(program, "TVM")
-    program = canonical(tensors_alone(program))
+    program, tried = tensors_alone(program), _misread(program)
+    table, failure = _in_others(tried), None
     for _ in range(DEEPEST):
-        misread = {node.target for node in program.graph.nodes if _is_misread(node)}
-        if misread:
-            program = canonical(Decompose(_in_others(misread))(program))
+        try:
+            program = canonical(program, table)
+        except Exception as error:  # torch's decompositions raise what their parts raise
+            raise error if failure is None else _refused(failure) from error
+        if misread := _misread(program) - tried:
+            tried |= misread
+            table = either(_in_others(misread), table)
+            continue
         try:
             return program, _translated(program)
-        except _Untranslated as failure:
-            operators = {failure.node.target, *_unknown(program)}
-            table = either(_ours(operators), in_others(operators))
-            if failure.node.target not in table:
+        except _Untranslated as found:
+            failure, operators = found, {found.node.target, *_unknown(program)}
+            written = either(_ours(operators), in_others(operators))
+            if failure.node.target not in written:
                 raise _refused(failure) from failure
-            try:
-                program = canonical(Decompose(table)(program))
-            except Exception as error:  # torch's decompositions raise what their parts raise
-                raise _refused(failure) from error
+            table = either(written, table)
     raise InputError(f"TVM cannot import the module: its operators are written out more than {DEEPEST} times over")
 
 
@@ -135,6 +138,11 @@ def _unknown(program: ExportedProgram) -> set[Any]:
     known = ExportedProgramImporter().convert_map.keys() | _CONVERTERS.keys()
     called = {node.target for node in program.graph.nodes if node.op == "call_function"}
     return {target for target in called if target.__name__ not in known}
+
+
+def _misread(program: ExportedProgram) -> set[Any]:
+    """The operators of which the importer misreads a node."""
+    return {node.target for node in program.graph.nodes if node.op == "call_function" and _is_misread(node)}
 
 
 def _is_misread(node: Node) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnrewrite.passes.fx.einsum import einsum_as_product
 from attnrewrite.passes.fx.lacking import along_one_axis
 from attnrewrite.passes.fx.resampling import RESIZES, by_strides, resized, summed_windows, transposed_convolution
 
@@ -67,13 +68,35 @@ def _im2col(
 
 
 def _adaptive_mean(x: Tensor, output_size: Sequence[int]) -> Tensor:
-    """Means over parts of an image: pooling where they are of one size."""
+    """Means over parts of an image: pooling where they are of one size, else products with each part's shares."""
     if any(old % new for old, new in zip(x.shape[-2:], output_size, strict=True)):
-        return NotImplemented
+        down, right = (_shares(x, axis, count) for axis, count in zip((-2, -1), output_size, strict=True))
+        return down @ (x @ right.mT)
     if tuple(output_size) == (1, 1):
         return x.mean((-2, -1), keepdim=True)
     size = [old // new for old, new in zip(x.shape[-2:], output_size, strict=True)]
     return F.avg_pool2d(x, size, size)
+
+
+def _shares(x: Tensor, axis: int, count: int) -> Tensor:
+    """[count, length]: the share of each element of an axis in the mean of each of `count` parts, which may overlap."""
+    length = x.shape[axis]
+    part, place = torch.arange(count, device=x.device)[:, None], torch.arange(length, device=x.device)
+    inside = (place >= part * length // count) & (place < ((part + 1) * length + count - 1) // count)
+    shares = inside.to(x.dtype)
+    return shares / shares.sum(1, keepdim=True)
+
+
+def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
+def _repeated(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    """Copies side by side as one tensor read again and again."""
+    sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
+    apart = [each for size in sizes for each in (1, size)]
+    wide = [each for pair in zip(repeats, sizes, strict=True) for each in pair]
+    return x.reshape(apart).expand(wide).reshape([count * size for count, size in zip(repeats, sizes, strict=True)])
 
 
 def _line_convolution(
@@ -113,15 +136,33 @@ def _solid_convolution(
     dilation: Sequence[int] = (1, 1, 1),
     groups: int = 1,
 ) -> Tensor:
-    """A convolution whose windows of a film lie side by side, as patches of it are, as a product."""
-    size = tuple(weight.shape[2:])
-    parted = size == tuple(stride) and not any(padding) and groups == 1
-    if not parted or any(old % each for old, each in zip(x.shape[2:], size, strict=True)):
+    """A convolution of a film: one product where windows lie side by side, as patches do; else, summed over the frames
+    of a window, convolutions of images."""
+    if x.dim() != 5:
         return NotImplemented
+    size = tuple(weight.shape[2:])
+    parted = size == tuple(stride) and not any(padding) and groups == 1 and set(dilation) == {1}
+    if not parted or any(old % each for old, each in zip(x.shape[2:], size, strict=True)):
+        film = F.pad(x, (0, 0, 0, 0, padding[0], padding[0])).transpose(1, 2)  # [batch, frames, channels, ...]
+        reach = film.shape[1] - dilation[0] * (size[0] - 1)
+        total: Tensor | None = None
+        for place in range(size[0]):
+            frames = film.narrow(1, place * dilation[0], reach)[:, :: stride[0]]
+            plane = weight.select(2, place)
+            images = F.conv2d(frames.flatten(0, 1), plane, None, stride[1:], padding[1:], dilation[1:], groups)
+            total = images if total is None else total + images
+        assert total is not None
+        total = total if bias is None else total + bias[:, None, None]
+        return total.unflatten(0, (x.shape[0], -1)).transpose(1, 2)
     counts = [old // each for old, each in zip(x.shape[2:], size, strict=True)]
     axes = [length for pair in zip(counts, size, strict=True) for length in pair]
     patches = x.reshape(*x.shape[:2], *axes).permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4)
     return F.linear(patches, weight.flatten(1), bias).movedim(-1, 1)
+
+
+def _prelu(x: Tensor, weight: Tensor) -> Tensor:
+    slope = weight.reshape(-1, *(1,) * (x.dim() - 2)) if x.dim() > 1 else weight
+    return x.clamp(min=0) + slope * x.clamp(max=0)
 
 
 def _pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
@@ -175,8 +216,12 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.conv3d.default: _solid_convolution,
     aten.conv_transpose2d.input: transposed_convolution,
     aten.cumsum.default: _summed_as(aten.cumsum.default),
+    aten.einsum.default: einsum_as_product,
     aten.instance_norm.default: _instance_norm,
+    aten.prelu.default: _prelu,
     aten.pixel_shuffle.default: _pixel_shuffle,
+    aten.repeat.default: _repeated,
+    aten.stack.default: _stacked,
     aten.sum.default: _summed_as(aten.sum.default),
     aten.sum.dim_IntList: _summed_as(aten.sum.dim_IntList),
     **ARITHMETIC,
@@ -190,6 +235,10 @@ MISREAD = {
     aten.conv1d.default,
     aten.conv3d.default,
     aten.conv_transpose2d.input,
+    aten.einsum.default,
     aten.instance_norm.default,
+    aten.prelu.default,
     aten.pixel_shuffle.default,
+    aten.repeat.default,
+    aten.stack.default,
 }

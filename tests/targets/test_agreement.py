@@ -50,6 +50,12 @@ def test_a_module_that_rounding_moves_further_may_be_missed_by_more(
         check.agree("it", [np.array([1.0, 1.01 * allowed])], expected, relative, lambda: exact)
 
 
+def test_where_the_module_itself_hangs_on_rounding_the_check_says_so() -> None:
+    expected, found = [np.array([1.0, 0.0])], [np.array([1.0, 0.5])]
+    with pytest.raises(CheckFailedError, match="the input proves nothing"):
+        check.agree("it", found, expected, check.FLOAT32, lambda: [np.array([1.0, 0.3])])
+
+
 @pytest.mark.parametrize(
     ("cost", "error", "allowed"),
     [

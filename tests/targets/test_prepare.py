@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.targets.agreement import FLOAT32
 from attnrewrite.targets.base import get_target
-from attnrewrite.targets.prepare import arrays, canonical, exact, in_float32, reference, specialise
+from attnrewrite.targets.prepare import Prepared, arrays, canonical, exact, in_float32, reference, specialise
 
 aten = torch.ops.aten
 RANDOM = torch.Generator().manual_seed(1)
@@ -281,3 +282,10 @@ def test_what_runs_without_gradients_is_told_in_float64_too() -> None:
     (found,) = exact(specialise(Apply(angles), (x,)), (x,))
     assert found.dtype == "float64"
     torch.testing.assert_close(torch.from_numpy(found), angles(x).double(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_module_that_rounding_moves_further_is_not_held_to_what_it_rounded() -> None:
+    inputs = (torch.linspace(0, 1, 50).reshape(1, 50),)
+    prepared = Prepared(Apply(lambda x: (x + 1e3) - 1e3), inputs)
+    agreement = prepared.agree("it", inputs[0].numpy()[None])
+    assert FLOAT32 < agreement.max_abs_error < agreement.tolerance

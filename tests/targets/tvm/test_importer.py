@@ -32,6 +32,11 @@ OPERATORS: dict[tuple[int, ...], dict[str, Callable[[Tensor], Tensor]]] = {
         "linear from corner to corner": lambda x: F.interpolate(x, size=(13, 5), mode="bilinear", align_corners=True),
         "means of parts": lambda x: F.adaptive_avg_pool2d(x, (4, 2)),
         "normalised channels": lambda x: F.instance_norm(x),
+        "means of parts that overlap": lambda x: F.adaptive_avg_pool2d(x, (3, 5)),
+        "side by side": lambda x: torch.stack([x, -x], -3),
+        "again and again": lambda x: x.repeat(2, 1, 3, 1, 2),
+        "a slope for each channel": nn.PReLU(4, 0.3),
+        "sums of three factors": lambda x: torch.einsum("bchw,bdhw,e->ecd", x, x * x, torch.arange(3.0)),
         "spread with overlaps": nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1),
         "spread without, in groups": nn.ConvTranspose2d(4, 6, 2, 2, groups=2),
     },
@@ -49,7 +54,11 @@ OPERATORS: dict[tuple[int, ...], dict[str, Callable[[Tensor], Tensor]]] = {
         "chosen by comparison": lambda x: torch.where(x > 0.1, x, 2.0 * x.roll(1, 1)),
         "powers and waves": lambda x: x.abs() ** 1.5 + torch.sin(x) + torch.cos(x) + x.abs().add(1).log() + x.floor(),
     },
-    (1, 2, 4, 6, 6): {"patches of a film": nn.Conv3d(2, 3, (2, 3, 3), (2, 3, 3))},
+    (2, 2, 4, 6, 6): {
+        "patches of a film": nn.Conv3d(2, 3, (2, 3, 3), (2, 3, 3)),
+        "windows of a film": nn.Conv3d(2, 4, 3, (1, 2, 1), (1, 0, 2), (1, 1, 2), groups=2),
+        "frames of a film": nn.Conv3d(2, 2, (2, 1, 1), (2, 1, 1), dilation=(2, 1, 1), bias=False),
+    },
 }
 
 

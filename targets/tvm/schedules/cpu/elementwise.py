@@ -104,6 +104,8 @@ def _joined(call: Call, profile: Profile) -> Kernel | Refusal:
     axis = int(joined.attrs.axis) % len(shape(source))
     for tensor in fields:
         length = shape(tensor)[axis]
+        if not length:  # a slice before the first token, where a model has no class token
+            continue
         found = operand(call.graph, tensor)
         covers += found.covers
         parts.append(Part(out.narrow(axis, begin, length), arguments.loading(found.expression)))

@@ -22,6 +22,7 @@ from attnrewrite.targets.tvm.schedules.expression import (
     Arguments,
     Expression,
     Leaf,
+    Result,
     loads,
     moved,
     ordered,
@@ -31,12 +32,12 @@ from attnrewrite.targets.tvm.schedules.graph import shape
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Argument, Call, Kernel, Rule
 from attnrewrite.targets.tvm.schedules.trace import operand, trace
-from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, unravel
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguous, unravel
 
 STARTS = {"add": 0.0, "maximum": -math.inf, "minimum": math.inf}
 KINDS = {"relax.sum": "add", "relax.mean": "add", "relax.max": "maximum", "relax.min": "minimum"}
 POOLS = {"relax.nn.max_pool2d": "maximum", "relax.nn.avg_pool2d": "add"}
-MOST_TAPS = 49  # elements of a pooling window, which are written out one after the other
+MOST_TAPS = 49  # elements of a pooling window that are written out one after the other
 
 
 @dataclass(frozen=True)
@@ -144,28 +145,38 @@ def _pool(call: Call, profile: Profile) -> Kernel | Refusal:
     windows = Windows(pair(attributes.pool_size), pair(attributes.strides), pair(attributes.dilation), padding)
     *_, height, width = out = shape(traced.anchor)
     space = shape(node.args[0])
-    count = math.prod(windows.size)
-    if count > MOST_TAPS:
-        return Refusal("window", f"pools {count} elements at a time, more than {MOST_TAPS}")
-    past = [reach - size for reach, size in zip(windows.reach((height, width)), space[2:], strict=True)]
-    inside = not any(padding) or bool(attributes.count_include_pad)
-    if operation == "add" and (not inside or any(more > sum(padding[axis::2]) for axis, more in enumerate(past))):
-        return Refusal("padding", "means over windows of which some pass the edge, and does not count what is beyond")
     found = operand(call.graph, node.args[0])
     assembly = Assembly((*traced.covers, *found.covers))
     border = -math.inf if operation == "maximum" else 0.0
     image = windows.image(assembly, found.expression, space, (height, width), border)
-    seen = windows.over(image.layout, (height, width))
-    taps: list[Expression] = []
-    for row, column in np.ndindex(*windows.size):
-        at = seen.narrow(2, row, 1).narrow(3, column, 1)
-        taps.append(Leaf(View(image.base, Layout(out, (*at.strides[:2], *at.strides[4:]), at.offset))))
-    value = reduce(lambda one, other: Apply(operation, (one, other)), taps)
+    seen = windows.over(image.layout, (height, width)).permute((0, 1, 4, 5, 2, 3))
+    epilogue = traced.epilogue
+    if operation == "add":
+        counts = windows.counts((space[2], space[3]), (height, width), bool(attributes.count_include_pad))
+        epilogue = _shared(epilogue, counts, out)
     arguments = Arguments()
-    epilogue = scaled(traced.epilogue, 1 / count) if operation == "add" else traced.epilogue
-    filled = Fill((Part(traced.out, arguments.loading(substituted(epilogue, value))),), name="pool")
-    assembly.add(filled, arguments.bases, shape(call.var))
+    kernel: Reduce | Fill
+    if math.prod(windows.size) > MOST_TAPS:
+        value = arguments.load(View(image.base, seen))
+        kernel = Reduce(2, operation, value, seen.shape, traced.out, arguments.loading(epilogue), name="pool")
+    else:
+        taps: list[Expression] = [
+            Leaf(View(image.base, Layout(out, at.strides[:4], at.offset)))
+            for row, column in np.ndindex(*windows.size)
+            for at in (seen.narrow(4, row, 1).narrow(5, column, 1),)
+        ]
+        together = reduce(lambda one, other: Apply(operation, (one, other)), taps)
+        kernel = Fill((Part(traced.out, arguments.loading(substituted(epilogue, together))),), name="pool")
+    assembly.add(kernel, arguments.bases, shape(call.var))
     return assembly.kernel()
+
+
+def _shared(epilogue: Expression, counts: np.ndarray, out: Shape) -> Expression:
+    """An epilogue whose result is divided first by a number that may differ by place, over the last axes of `out`."""
+    if counts.min() == counts.max():
+        return scaled(epilogue, 1 / float(counts.flat[0]))
+    share = Leaf(View((1 / np.maximum(counts, 1)).astype(np.float32), contiguous(counts.shape).expand(out)))
+    return substituted(epilogue, Apply("multiply", (Result(), share)))
 
 
 REDUCTION = Rule("reduction", _reduce)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from attnrewrite.targets.tvm.schedules import graph as relax_graph
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import padded
@@ -36,6 +38,17 @@ class Windows:
             for count, stride, size, dilation in zip(out, self.stride, self.size, self.dilation, strict=True)
         )
         return down, right
+
+    def counts(self, space: Pair, out: Pair, border: bool) -> np.ndarray:
+        """[height, width]: how many elements of each window lie in the image, or, with `border`, in its padding too."""
+        inside = []
+        for axis in range(2):
+            before, after = self.padding[axis], self.padding[axis + 2]
+            element = np.arange(self.size[axis]) * self.dilation[axis]
+            place = np.arange(out[axis])[:, None] * self.stride[axis] + element - before
+            first, end = (-before, space[axis] + after) if border else (0, space[axis])
+            inside.append(((first <= place) & (place < end)).sum(1))
+        return np.outer(*inside)
 
     def image(self, assembly: Assembly, value: Expression, space: Shape, out: Pair, border: float) -> View:
         """The image as a view, `border` around it where windows pass its edge; arithmetic is computed first."""
