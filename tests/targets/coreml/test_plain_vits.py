@@ -1,4 +1,4 @@
-"""Vision transformers of the libraries, laid out for the engine: nothing leaves it, and keys alone are turned."""
+"""Vision transformers of the libraries, laid out for the engine: by no rule does anything leave it, or is slow there."""
 
 import tempfile
 from collections.abc import Callable
@@ -17,7 +17,6 @@ pytest.importorskip("coremltools", reason="coremltools is not installed")
 
 vision = import_torchvision()
 DEPTH = 2
-NARROW = {"padding"}  # a grid of few patches, one class token: the model's own lengths
 
 
 def timm_vit(**options: object) -> nn.Module:
@@ -86,12 +85,9 @@ def report(module: nn.Module) -> EngineReport:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_nothing_of_a_plain_vit_leaves_the_engine_and_keys_alone_are_turned(name: str) -> None:
+def test_a_plain_vit_breaks_no_rule(name: str) -> None:
     torch.manual_seed(0)
-    found = report(PLAIN[name]())
-    assert found.leaving() == ()
-    assert {rule for each in found.operators for rule in each.broken} <= {"transpose", *NARROW}
-    assert len(found.breaking("transpose")) == DEPTH
+    assert [each for each in report(PLAIN[name]()).operators if each.broken] == []
 
 
 def test_no_gather_of_swin_is_left() -> None:
