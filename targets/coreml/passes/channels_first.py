@@ -111,6 +111,8 @@ def _concat(operation: Any) -> Any | None:
     computed = [each for each in values if each.val is None]
     if not computed or not all(channels.is_free(each) and channels.places(each.shape) == moved for each in computed):
         return None
+    if all(each.shape[-1] == 1 for each in values):
+        return None  # columns, which may be channels of a head
     place = moved[int(operation.inputs["axis"].val) % output.rank]
     parts = [
         channels.entered(each, operation) if each.val is None else channels.constant(each.val, moved) for each in values

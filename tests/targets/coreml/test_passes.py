@@ -239,6 +239,36 @@ def test_linear_attention_between_convolutions_needs_no_transpose(class_token: b
     assert kinds(made)["transpose"] == 0
 
 
+def test_a_sum_follows_its_turned_operand() -> None:
+    """What is computed for the sum alone is computed turned, too."""
+
+    def build(x: Any) -> Any:
+        tokens = mb.transpose(x=mb.relu(x=x), perm=[0, 1, 3, 2])  # [1, 2, 5, 4]
+        weight = mb.reduce_max(x=tokens, axes=[3], keep_dims=True)
+        mean = mb.reduce_mean(x=tokens, axes=[2], keep_dims=True)
+        made = mb.add(x=mb.mul(x=weight, y=mean), y=tokens)
+        return mb.abs(x=mb.reshape(x=mb.transpose(x=made, perm=[0, 1, 3, 2]), shape=[1, 8, 1, 5]))
+
+    edits, made = edited([transposes_down.apply, merge_moves.apply], build, 1, 2, 4, 5)
+    assert edits[0] == 3  # two reductions and the sum, which takes the product with it
+    assert kinds(made)["transpose"] == 0
+
+
+def test_columns_side_by_side_lie_one_below_the_other() -> None:
+    def build(x: Any) -> Any:
+        tokens = mb.transpose(x=mb.relu(x=x), perm=[0, 1, 3, 2])  # [1, 2, 5, 4]
+        columns = [
+            mb.slice_by_index(x=tokens, begin=[0, 0, 0, n], end=[1, 2, 5, n + 1], begin_mask=[True] * 3 + [False],
+                              end_mask=[True] * 3 + [False])
+            for n in range(4)
+        ]  # fmt: skip
+        made = mb.concat(values=[mb.square(x=each) for each in columns], axis=3)
+        return mb.matmul(x=made, y=numbers(1, 2, 4, 6))
+
+    _, made = edited([transposes_down.apply, merge_moves.apply], build, 1, 2, 4, 5)
+    assert kinds(made)["transpose"] == 1  # the output's own
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     left=st.booleans(), right=st.booleans(), first=st.booleans(), second=st.booleans(), shared=st.booleans(),

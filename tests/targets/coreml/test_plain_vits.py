@@ -1,4 +1,4 @@
-"""Vision transformers of the libraries, laid out for the engine: by no rule does anything leave it, or is slow there."""
+"""Vision transformers of the libraries, laid out for the engine: nothing in them breaks a rule."""
 
 import tempfile
 from collections.abc import Callable
