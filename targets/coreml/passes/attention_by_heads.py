@@ -6,10 +6,12 @@ the keys before its product; here the product itself reads them so, and no copy 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from attnrewrite.targets.coreml.passes import views
@@ -130,40 +132,66 @@ def _written(found: Attention, block: Any) -> bool:
     from coremltools.converters.mil.mil import Builder
 
     last = found.last
-    query, key, value = (_all_heads(each, last) for each in (found.query, found.key, found.value))
-    if query is None or key is None or value is None:
+    heads = _operands(found)
+    if heads is None:
         return False
     parts = []
-    for head in range(query.shape[1]):
-        own_query, own_key, own_value = (_part(each, head, last) for each in (query, key, value))
-        scores = Builder.matmul(x=own_key, y=own_query, transpose_x=True, transpose_y=False, before_op=last)
+    for head, (query, key, value) in enumerate(zip(*heads, strict=True)):
+        scores = Builder.matmul(x=key, y=query, transpose_x=True, transpose_y=False, before_op=last)
         shares = Builder.softmax(x=_stepped(scores, found, head), axis=2, before_op=last)
-        parts.append(Builder.matmul(x=own_value, y=shares, transpose_x=False, transpose_y=False, before_op=last))
+        parts.append(Builder.matmul(x=value, y=shares, transpose_x=False, transpose_y=False, before_op=last))
     whole = parts[0] if len(parts) == 1 else Builder.concat(values=parts, axis=1, before_op=last)
     output = last.outputs[0]
     made = views.reshaped(views.transposed(whole, (0, 1, 3, 2), last), output.shape, last)
     return bool(block.try_replace_uses_of_var_after_op(anchor_op=last, old_var=output, new_var=made))
 
 
+def _operands(found: Attention) -> list[list[Any]] | None:
+    """The heads of the queries, of the keys and of the values, each [batch, 1, channels, tokens]."""
+    operands = (found.query, found.key, found.value)
+    packed = _packed(operands, found.last)
+    made = []
+    for number, operand in enumerate(operands):
+        count = operand.index.shape[1]
+        whole, begin = (packed, number * count) if packed is not None else (_all_heads(operand, found.last), 0)
+        if whole is None:
+            return None
+        if operand.factor != 1.0:
+            whole, begin = _scaled(_part(whole, begin, count, found.last), operand.factor, found.last), 0
+        made.append([_part(whole, begin + head, 1, found.last) for head in range(count)])
+    return made
+
+
+def _packed(operands: Sequence[Operand], before: Any) -> Any | None:
+    """All heads of one packed projection, moved at once."""
+    base = operands[0].base
+    if any(each.base is not base or each.index.shape != operands[0].index.shape for each in operands):
+        return None
+    seen = views.view(torch.cat([each.index for each in operands], 1).transpose(2, 3))
+    return None if seen is None else views.write(seen, base, before)
+
+
 def _all_heads(operand: Operand, before: Any) -> Any | None:
     """[batch, heads, channels, tokens] of an operand."""
+    seen = views.view(operand.index.transpose(2, 3))
+    return None if seen is None else views.write(seen, operand.base, before)
+
+
+def _scaled(variable: Any, factor: float, before: Any) -> Any:
     from coremltools.converters.mil.mil import Builder
 
-    seen = views.view(operand.index.transpose(2, 3))
-    made = None if seen is None else views.write(seen, operand.base, before)
-    if made is None or operand.factor == 1.0:
-        return made
-    return Builder.mul(x=made, y=np.float32(operand.factor), before_op=before)
+    return Builder.mul(x=variable, y=np.float32(factor), before_op=before)
 
 
-def _part(variable: Any, head: int, before: Any) -> Any:
-    """[batch, 1, channels, tokens] of one head."""
+def _part(variable: Any, begin: int, count: int, before: Any) -> Any:
+    """[batch, count, channels, tokens] of some heads."""
     from coremltools.converters.mil.mil import Builder
 
     batch, heads, *rest = variable.shape
-    if heads == 1:
+    if heads == count:
         return variable
-    return Builder.slice_by_index(x=variable, begin=[0, head, 0, 0], end=[batch, head + 1, *rest], before_op=before)
+    end = [batch, begin + count, *rest]
+    return Builder.slice_by_index(x=variable, begin=[0, begin, 0, 0], end=end, before_op=before)
 
 
 def _stepped(scores: Any, found: Attention, head: int) -> Any:

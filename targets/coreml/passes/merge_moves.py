@@ -14,14 +14,7 @@ Cost = tuple[Fraction, Fraction]
 
 def apply(block: Any) -> int:
     """Shorten every chain of movement that another says in fewer transposes or operators; how many were."""
-    _drop_unread(block)  # what passes left behind would count as a reader
     return sum(_shortened(variable, block) for variable in list(_ends(block)))
-
-
-def _drop_unread(block: Any) -> None:
-    for operation in reversed(list(block.operations)):
-        if not any(each.child_ops or each.consuming_blocks for each in operation.outputs):
-            operation.remove_from_block()
 
 
 def _ends(block: Any) -> Iterator[Any]:

@@ -165,6 +165,41 @@ def test_what_is_not_in_the_layout_is_not_brought_there_for_an_addition() -> Non
     assert kinds(made) == {"abs": 1, "add": 1}
 
 
+def rolled_windows(x: Any) -> Any:
+    """A picture's rows rolled, cut into windows of 2 x 2, a layer in these, and back, beside the picture itself."""
+    made = mb.conv(x=x, weight=numbers(8, 3, 1, 1))
+    tokens = mb.transpose(x=made, perm=[0, 2, 3, 1])  # [1, 4, 4, 8]
+    rolled = mb.concat(
+        values=[
+            mb.slice_by_index(x=tokens, begin=[0, 1, 0, 0], end=[1, 4, 4, 8]),
+            mb.slice_by_index(x=tokens, begin=[0, 0, 0, 0], end=[1, 1, 4, 8]),
+        ],
+        axis=1,
+    )
+    cut = mb.transpose(x=mb.reshape(x=rolled, shape=[2, 2, 2, 16]), perm=[0, 2, 1, 3])
+    layer = mb.linear(x=mb.reshape(x=cut, shape=[4, 4, 8]), weight=numbers(8, 8), bias=numbers(8))
+    head = mb.reshape(x=layer, shape=[4, 1, 4, 8])
+    seen = mb.matmul(x=mb.softmax(x=mb.matmul(x=head, y=head, transpose_y=True), axis=-1), y=head)
+    layer = mb.linear(x=mb.reshape(x=seen, shape=[4, 4, 8]), weight=numbers(8, 8))
+    back = mb.transpose(x=mb.reshape(x=layer, shape=[2, 2, 2, 16]), perm=[0, 2, 1, 3])
+    back = mb.reshape(x=back, shape=[1, 4, 4, 8])
+    unrolled = mb.concat(
+        values=[
+            mb.slice_by_index(x=back, begin=[0, 3, 0, 0], end=[1, 4, 4, 8]),
+            mb.slice_by_index(x=back, begin=[0, 0, 0, 0], end=[1, 3, 4, 8]),
+        ],
+        axis=1,
+    )
+    return mb.conv(x=mb.transpose(x=mb.add(x=tokens, y=unrolled), perm=[0, 3, 1, 2]), weight=numbers(4, 8, 1, 1))
+
+
+def test_windows_are_cut_and_joined_once_each() -> None:
+    passes = [channels_first.apply, attention_by_heads.apply, channels_first.apply, merge_moves.apply]
+    edits, made = edited(passes, rolled_windows, 1, 3, 4, 4)
+    assert edits[1] == 1
+    assert (kinds(made)["transpose"], kinds(made)["linear"]) == (2, 0)
+
+
 def test_a_linear_layer_of_computed_weights_stays() -> None:
     edits, _ = edited(channels_first.apply, lambda x: mb.matmul(x=x, y=mb.transpose(x=x, perm=[0, 2, 1])), 1, 5, 8)
     assert edits == 0

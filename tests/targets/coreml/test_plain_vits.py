@@ -90,8 +90,27 @@ def test_a_plain_vit_breaks_no_rule(name: str) -> None:
     assert [each for each in report(PLAIN[name]()).operators if each.broken] == []
 
 
-def test_no_gather_of_swin_is_left() -> None:
+def timm_mobilevit() -> nn.Module:
+    from timm.models.mobilevit import MobileVitBlock
+
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 4, 4),
+        MobileVitBlock(16, out_chs=16, transformer_dim=32, transformer_depth=DEPTH, patch_size=2, num_heads=2),
+    )
+
+
+# For each, how often its tokens are put in another order: what is between is laid out like that.
+REORDERED: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "windows: into them and back in each block, and two when pictures shrink": (timm_swin, 2 * 4 + 2),
+    "patches: into them and back in each stage": (timm_mobilevit, 2),
+}
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_only_tokens_in_another_order_are_moved(name: str) -> None:
     torch.manual_seed(0)
-    found = report(timm_swin())
+    build, moves = REORDERED[name]
+    found = report(build())
     assert found.leaving() == ()
     assert not {"gather", "gather_nd", "gather_along_axis"} & {each.kind for each in found.operators}
+    assert len(found.breaking("transpose")) == moves
