@@ -104,20 +104,19 @@ def tokens_of(variable: Any) -> Tokens | None:
         return None
     _, count, *image = found.base.shape
     of_first = found.index[..., :1]
-    whole = found.index.numel() == math.prod(found.base.shape)
-    return (
-        Tokens(found.base, of_first)
-        if whole and torch.equal(found.index, of_first + math.prod(image) * torch.arange(count))
-        else None
-    )
+    if found.index.numel() != math.prod(found.base.shape):
+        return None
+    if not torch.equal(found.index, of_first + math.prod(image) * torch.arange(count)):
+        return None
+    return Tokens(found.base, of_first)
 
 
-def as_tokens(tokens: Tokens, twin: Any) -> views.View | None:
-    """`twin`, which has other channels for the tokens' base, in the order of the tokens and with the channels last."""
+def as_tokens(tokens: Tokens, count: int) -> views.View | None:
+    """A tensor like the tokens' base, but of `count` channels, in the order of the tokens with the channels last."""
     _, before, *image = tokens.base.shape
     size = math.prod(image)
     picture, place = tokens.places // (before * size), tokens.places % (before * size)
-    return views.view(picture * twin.shape[1] * size + place + size * torch.arange(twin.shape[1]))
+    return views.view(picture * count * size + place + size * torch.arange(count))
 
 
 def entered(variable: Any, before: Any) -> Any:

@@ -36,11 +36,13 @@ def _linear(operation: Any) -> Any | None:
         return None
     given = {"weight": weight.val[:, :, None, None]} | ({} if bias is None else {"bias": bias.val})
     held = channels.tokens_of(x)
-    if held is None:
-        return _left(Builder.conv(x=channels.entered(x, operation), **given, before_op=operation), x, operation)
-    # Tokens are moved, into windows say, behind the layer, which is for each of them.
-    twin = Builder.conv(x=held.base, **given, before_op=operation)
-    return views.write(channels.as_tokens(held, twin), twin, operation)
+    moved = None if held is None else channels.as_tokens(held, weight.shape[0])
+    if held is not None and moved is not None:
+        # Tokens are moved, into windows say, behind the layer, which is for each of them.
+        made = views.write(moved, Builder.conv(x=held.base, **given, before_op=operation), operation)
+        if made is not None:
+            return made
+    return _left(Builder.conv(x=channels.entered(x, operation), **given, before_op=operation), x, operation)
 
 
 def _left(twin: Any, like: Any, before: Any) -> Any:
