@@ -20,8 +20,9 @@ PLANS = "compute plans of published Whisper packages (mlcomputeplan.json): suppo
 HOLLANCE = "hollance/neural-engine, docs/unsupported-layers.md"
 
 WIDEST = 16384
+HALF = 2  # bytes of a float16 value
 PADDED = 32  # float16 values in the 64 bytes that a last axis is padded to
-TILE = 2**21  # bytes
+TILE = 2**21  # bytes of on-chip memory
 SMALLEST = 2.0**-24  # of float16
 _NO_PATH = (
     "mod", "logical_and", "logical_or", "logical_xor", "reduce_prod", "scatter", "scatter_along_axis", "scatter_nd",
@@ -96,16 +97,15 @@ def _tiny_epsilon(operation: Any) -> bool:
 
 
 def _mostly_padding(operation: Any) -> bool:
-    return any(each.rank > 1 and 0 < _size(each.shape[-1]) <= PADDED // 2 for each in operation.outputs)
+    def rows(shape: Sequence[Any]) -> int:
+        return math.prod(map(_size, shape[:-1])) if len(shape) > 1 and 0 < _size(shape[-1]) <= PADDED // 2 else 0
+
+    return any(HALF * PADDED * rows(each.shape) > TILE for each in operation.outputs)
 
 
 def _over_tile(operation: Any) -> bool:
-    given = [variable for each in operation.inputs.values() for variable in _flat(each) if variable is not None]
-    return any(2 * math.prod(map(_size, variable.shape)) > TILE for variable in given if variable.rank)
-
-
-def _flat(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, (list, tuple)) else (given,)
+    # Weights are no live operands: they stream through in any case.
+    return any(HALF * math.prod(map(_size, each.shape)) > TILE for each in _tensors(operation) if each.rank)
 
 
 def _moves_batch(operation: Any) -> bool:
@@ -175,16 +175,16 @@ RULES = (
     Rule("sine", "a sine or cosine", "they came with the A15", OPERATORS, "newer", _kind(*_FROM_A15)),
     Rule(
         "padding",
-        f"a last axis of {PADDED // 2} values or fewer",
-        "it is padded to 64 bytes: most of it is waste",
+        f"a last axis of {PADDED // 2} values or fewer, whose padding takes it off the chip",
+        "it is padded to 64 bytes: what is mostly waste should stay in the on-chip memory at least",
         APPLE,
         "slow",
         _mostly_padding,
     ),
     Rule(
         "tile",
-        "an operand above 2 MB",
-        "it does not fit the on-chip memory and is cut into tiles",
+        "values above 2 MB",
+        "an operand that is no weight does not fit the on-chip memory and is cut into tiles",
         LIMITS,
         "slow",
         _over_tile,

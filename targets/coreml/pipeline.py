@@ -17,6 +17,7 @@ from attnrewrite.targets.coreml.passes import (
     merge_moves,
     sums_of_stacks,
     transposes_down,
+    views,
 )
 
 NAMESPACE = "attnrewrite"
@@ -52,8 +53,8 @@ ENGINE = (
     MilPass("epsilons_in_half", epsilons_in_half.apply, SETTLED, "and before elementwise operators move"),
     MilPass("sums_of_stacks", sums_of_stacks.apply, SETTLED, "stacks have an axis that no layout has, sums have not"),
     MilPass(
-        "four_axes", partial(merge_axes.apply, linear=3, others=4), SETTLED,
-        "linear layers of [batch, tokens, channels] and products of rank 4 are what the next passes know",
+        "four_axes", partial(merge_axes.apply, linear=4, others=4), SETTLED,
+        "linear layers and products of rank 4 are what the next passes know",
     ),
     MilPass("shorten", merge_moves.apply, SETTLED, "merged axes leave reshapes to and fro, which hide attention"),
     MilPass("channels_first", channels_first.apply, SETTLED, "from the first convolution on, in the program's order"),
@@ -100,5 +101,6 @@ def _register(each: MilPass) -> None:
             for function in prog.functions.values():
                 with function:
                     each.apply(function)
+                    views.drop_unread(function)
 
     register_pass(namespace=NAMESPACE, name=each.name)(Registered)

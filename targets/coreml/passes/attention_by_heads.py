@@ -1,20 +1,22 @@
-"""softmax(Q K^T) V head by head, with the tokens last: two products for each head, and one transpose of all keys.
+"""softmax(Q K^T) V head by head, with the tokens last: K^T Q, a softmax over the keys, and V times the shares.
 
-Apple's reference (Deploying Transformers on the Apple Neural Engine, 2022) computes `bchq,bkhc->bkhq`, a softmax over
-the keys on axis 1, and `bkhq,bchk->bchq`: heads are slices of channels, so that no tensor has five axes.
+As in Apple's reference (Deploying Transformers on the Apple Neural Engine, 2022) heads are slices of channels, so that
+no tensor has five axes, and all is computed as [channels, tokens], as convolutions leave it. The reference transposes
+the keys before its product; here the product itself reads them so, and no copy is asked for.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from attnrewrite.targets.coreml.passes import views
 
 MOST_HEADS = 64
-SCORES = "nchw,nwhu->nchu"
 
 
 @dataclass(frozen=True)
@@ -130,61 +132,74 @@ def _written(found: Attention, block: Any) -> bool:
     from coremltools.converters.mil.mil import Builder
 
     last = found.last
-    query, key, value = (_all_heads(each, last) for each in (found.query, found.key, found.value))
-    if query is None or key is None or value is None:
+    heads = _operands(found)
+    if heads is None:
         return False
-    key = views.transposed(key, (0, 3, 2, 1), last)
-    heads, width, deep = found.query.index.shape[1], found.query.index.shape[3], found.value.index.shape[3]
     parts = []
-    for head in range(heads):
-        scores = Builder.einsum(
-            values=(
-                _part(key, 3, head * width, width, last),
-                _part(query, 1, head * width, width, last),
-            ),
-            equation=SCORES, before_op=last,
-        )  # fmt: skip
-        scores = _stepped(scores, found, head)
-        shares = Builder.softmax(x=scores, axis=1, before_op=last)
-        parts.append(
-            Builder.einsum(values=(_part(value, 1, head * deep, deep, last), shares), equation=SCORES, before_op=last)
-        )
-    whole = parts[0] if heads == 1 else Builder.concat(values=parts, axis=1, before_op=last)
-    batch, _, tokens = found.query.index.shape[:3]
+    for head, (query, key, value) in enumerate(zip(*heads, strict=True)):
+        scores = Builder.matmul(x=key, y=query, transpose_x=True, transpose_y=False, before_op=last)
+        shares = Builder.softmax(x=_stepped(scores, found, head), axis=2, before_op=last)
+        parts.append(Builder.matmul(x=value, y=shares, transpose_x=False, transpose_y=False, before_op=last))
+    whole = parts[0] if len(parts) == 1 else Builder.concat(values=parts, axis=1, before_op=last)
     output = last.outputs[0]
-    made = views.transposed(views.reshaped(whole, (batch, heads, deep, tokens), last), (0, 1, 3, 2), last)
-    made = views.reshaped(made, output.shape, last)
+    made = views.reshaped(views.transposed(whole, (0, 1, 3, 2), last), output.shape, last)
     return bool(block.try_replace_uses_of_var_after_op(anchor_op=last, old_var=output, new_var=made))
 
 
+def _operands(found: Attention) -> list[list[Any]] | None:
+    """The heads of the queries, of the keys and of the values, each [batch, 1, channels, tokens]."""
+    operands = (found.query, found.key, found.value)
+    packed = _packed(operands, found.last)
+    made = []
+    for number, operand in enumerate(operands):
+        count = operand.index.shape[1]
+        whole, begin = (packed, number * count) if packed is not None else (_all_heads(operand, found.last), 0)
+        if whole is None:
+            return None
+        if operand.factor != 1.0:
+            whole, begin = _scaled(_part(whole, begin, count, found.last), operand.factor, found.last), 0
+        made.append([_part(whole, begin + head, 1, found.last) for head in range(count)])
+    return made
+
+
+def _packed(operands: Sequence[Operand], before: Any) -> Any | None:
+    """All heads of one packed projection, moved at once."""
+    base = operands[0].base
+    if any(each.base is not base or each.index.shape != operands[0].index.shape for each in operands):
+        return None
+    seen = views.view(torch.cat([each.index for each in operands], 1).transpose(2, 3))
+    return None if seen is None else views.write(seen, base, before)
+
+
 def _all_heads(operand: Operand, before: Any) -> Any | None:
-    """[batch, heads * channels, 1, tokens] of an operand."""
+    """[batch, heads, channels, tokens] of an operand."""
+    seen = views.view(operand.index.transpose(2, 3))
+    return None if seen is None else views.write(seen, operand.base, before)
+
+
+def _scaled(variable: Any, factor: float, before: Any) -> Any:
     from coremltools.converters.mil.mil import Builder
 
-    batch, heads, tokens, width = operand.index.shape
-    seen = views.view(operand.index.transpose(2, 3).reshape(batch, heads * width, 1, tokens))
-    made = None if seen is None else views.write(seen, operand.base, before)
-    if made is None or operand.factor == 1.0:
-        return made
-    return Builder.mul(x=made, y=np.float32(operand.factor), before_op=before)
+    return Builder.mul(x=variable, y=np.float32(factor), before_op=before)
 
 
-def _part(variable: Any, axis: int, begin: int, size: int, before: Any) -> Any:
+def _part(variable: Any, begin: int, count: int, before: Any) -> Any:
+    """[batch, count, channels, tokens] of some heads."""
     from coremltools.converters.mil.mil import Builder
 
-    if size == variable.shape[axis]:
+    batch, heads, *rest = variable.shape
+    if heads == count:
         return variable
-    starts, ends = [0] * 4, list(variable.shape)
-    starts[axis], ends[axis] = begin, begin + size
-    return Builder.slice_by_index(x=variable, begin=starts, end=ends, before_op=before)
+    end = [batch, begin + count, *rest]
+    return Builder.slice_by_index(x=variable, begin=[0, begin, 0, 0], end=end, before_op=before)
 
 
 def _stepped(scores: Any, found: Attention, head: int) -> Any:
-    """The scores [batch, keys, 1, queries] of one head with the factors and constants of the original."""
+    """The scores [batch, 1, keys, queries] of one head with the factors and constants of the original."""
     from coremltools.converters.mil.mil import Builder
 
     for kind, value in found.steps:
         own = value[:, head % value.shape[1] : head % value.shape[1] + 1]  # [batch or 1, 1, queries or 1, keys or 1]
-        given = np.ascontiguousarray(own.transpose(0, 3, 1, 2)) if math.prod(own.shape) > 1 else own.reshape(())
+        given = np.ascontiguousarray(own.transpose(0, 1, 3, 2)) if math.prod(own.shape) > 1 else own.reshape(())
         scores = getattr(Builder, kind)(x=scores, y=given, before_op=found.last)
     return scores

@@ -32,13 +32,17 @@ def _linear(operation: Any) -> Any | None:
     from coremltools.converters.mil.mil import Builder
 
     x, weight, bias = (operation.inputs.get(name) for name in ("x", "weight", "bias"))
-    if x.rank > 3 or not channels.is_held(x) or weight.val is None or (bias is not None and bias.val is None):
+    if not channels.is_held(x) or weight.val is None or (bias is not None and bias.val is None):
         return None
-    given = {} if bias is None else {"bias": bias.val}
-    twin = Builder.conv(
-        x=channels.entered(x, operation), weight=weight.val[:, :, None, None], **given, before_op=operation
-    )
-    return _left(twin, x, operation)
+    given = {"weight": weight.val[:, :, None, None]} | ({} if bias is None else {"bias": bias.val})
+    held = channels.tokens_of(x)
+    moved = None if held is None else channels.as_tokens(held, weight.shape[0])
+    if held is not None and moved is not None:
+        # Tokens are moved, into windows say, behind the layer, which is for each of them.
+        made = views.write(moved, Builder.conv(x=held.base, **given, before_op=operation), operation)
+        if made is not None:
+            return made
+    return _left(Builder.conv(x=channels.entered(x, operation), **given, before_op=operation), x, operation)
 
 
 def _left(twin: Any, like: Any, before: Any) -> Any:
@@ -51,7 +55,7 @@ def _layer_norm(operation: Any) -> Any | None:
     from coremltools.converters.mil.mil import Builder
 
     x = operation.inputs["x"]
-    if operation.inputs.get("axes") is None or not _over_channels(operation) or not channels.is_free(x):
+    if operation.inputs.get("axes") is None or not _over_channels(operation) or not _enters(x):
         return None
     given = {name: each for name, each in operation.inputs.items() if each is not None and name not in ("x", "axes")}
     twin = Builder.layer_norm(x=channels.entered(x, operation), axes=[1], **given, before_op=operation)
@@ -64,6 +68,11 @@ def _over_channels(operation: Any) -> bool:
     ]
 
 
+def _enters(variable: Any) -> bool:
+    """Whether an operand can be in the layout at no more transposes than it takes to have it as it is."""
+    return channels.is_free(variable) or channels.is_turned(variable)
+
+
 def _elementwise(operation: Any) -> Any | None:
     from coremltools.converters.mil.mil import Builder
 
@@ -73,7 +82,7 @@ def _elementwise(operation: Any) -> Any | None:
     moved = channels.places(output.shape)
     if moved is None or not computed:
         return None
-    if any(each.shape != output.shape or not channels.is_free(each) for each in computed):
+    if any(each.shape != output.shape or not _enters(each) for each in computed):
         return None
     given = {name: each for name, each in operation.inputs.items() if each is not None}
     for name, each in operands.items():
@@ -109,8 +118,10 @@ def _concat(operation: Any) -> Any | None:
     if moved is None or (interleave is not None and interleave.val):
         return None
     computed = [each for each in values if each.val is None]
-    if not computed or not all(channels.is_free(each) and channels.places(each.shape) == moved for each in computed):
+    if not computed or not all(_enters(each) and channels.places(each.shape) == moved for each in computed):
         return None
+    if all(each.shape[-1] == 1 for each in values):
+        return None  # columns, which may be channels of a head
     place = moved[int(operation.inputs["axis"].val) % output.rank]
     parts = [
         channels.entered(each, operation) if each.val is None else channels.constant(each.val, moved) for each in values

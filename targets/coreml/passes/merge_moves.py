@@ -4,9 +4,12 @@ Transposes come first in the count, as each is a copy through memory.
 """
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 from attnrewrite.targets.coreml.passes import views
+
+Cost = tuple[Fraction, Fraction]
 
 
 def apply(block: Any) -> int:
@@ -32,28 +35,30 @@ def _shortened(variable: Any, block: Any) -> bool:
     wanted = None if found is None else views.view(found.index)
     if found is None or wanted is None:
         return False
-    chain = _chain(variable, found.base)
+    before = _shared_cost(variable, found.base)
     known = set(map(id, block.operations))  # names are not unique yet
     made = views.write(wanted, found.base, variable.op)
     if made is None:
         return False
     added = [each for each in block.operations if id(each) not in known]
-    if _cost([each for each in added if each.op_type in views.MOVES]) >= _cost(chain):
+    if _cost([each for each in added if each.op_type in views.MOVES]) >= before:
         block.remove_ops(added[::-1])
         return False
     return bool(block.try_replace_uses_of_var_after_op(anchor_op=variable.op, old_var=variable, new_var=made))
 
 
-def _chain(variable: Any, base: Any) -> list[Any]:
-    """The operators that nothing else needs, from the last back."""
-    operations = []
+def _shared_cost(variable: Any, base: Any) -> Cost:
+    """What would be saved without `variable`: of an operator that other movement reads too, its share."""
+    transposes, operators, share = Fraction(0), Fraction(0), Fraction(1)
     while variable is not base:
-        operations.append(variable.op)
+        transposes += share * (variable.op.op_type == "transpose")
+        operators += share
         variable = variable.op.inputs["x"]
-        if len(variable.child_ops) > 1:
-            break
-    return operations
+        if any(each.op_type not in views.MOVES for each in variable.child_ops):
+            break  # it is needed in any case
+        share /= len(variable.child_ops)
+    return transposes, operators
 
 
-def _cost(operations: list[Any]) -> tuple[int, int]:
-    return sum(each.op_type == "transpose" for each in operations), len(operations)
+def _cost(operations: list[Any]) -> Cost:
+    return Fraction(sum(each.op_type == "transpose" for each in operations)), Fraction(len(operations))

@@ -72,7 +72,10 @@ def _view(variable: Any, order: Order, rank: int | None = None) -> tuple[views.V
 
 
 def _put(variable: Any, order: Order, before: Any) -> Any:
-    """An operand of fewer or as many axes in `order`; None where that takes a transpose."""
+    """An operand of fewer or as many axes in `order`; None where that takes a transpose.
+
+    What is elementwise and read here alone is computed in that order, where its own operands can be.
+    """
     if variable.val is not None:
         value = np.asarray(variable.val)
         if not value.ndim:
@@ -81,7 +84,19 @@ def _put(variable: Any, order: Order, before: Any) -> Any:
     if not variable.rank:
         return variable
     found = _view(variable, order, len(order))
-    return None if found is None else views.write(*found, before)
+    return _remade(variable, order, before) if found is None else views.write(*found, before)
+
+
+def _remade(variable: Any, order: Order, before: Any) -> Any | None:
+    operation = variable.op
+    if operation is None or operation.op_type not in arithmetic.ELEMENTWISE or len(set(variable.child_ops)) != 1:
+        return None
+    put = {name: _put(each, order, before) for name, each in _given(operation).items()}
+    return None if any(each is None for each in put.values()) else _built(operation, put, before)
+
+
+def _given(operation: Any) -> dict[str, Any]:
+    return {name: operation.inputs[name] for name in _OPERANDS if operation.inputs.get(name) is not None}
 
 
 def _inverse(order: Order) -> list[int]:
@@ -90,8 +105,6 @@ def _inverse(order: Order) -> list[int]:
 
 def _computed(operation: Any, operands: dict[str, Any]) -> Turned | None:
     """The operator itself on its operands as they lie; its axes are those of its widest operand."""
-    from coremltools.converters.mil.mil import Builder
-
     computed = [each for each in operands.values() if each.val is None]
     rank = max(each.rank for each in operands.values())
     order = next((found for each in computed if each.rank == rank and (found := lies(each)) is not None), None)
@@ -100,19 +113,24 @@ def _computed(operation: Any, operands: dict[str, Any]) -> Turned | None:
     put = {name: _put(each, order, operation) for name, each in operands.items()}
     if any(each is None for each in put.values()):
         return None
-    given = {name: each for name, each in operation.inputs.items() if each is not None} | put
-    for name in {"axis", "axes"} & set(given):
-        places = [order.index(int(axis) % rank) for axis in np.atleast_1d(given[name].val)]
-        given[name] = np.int32(places[0]) if name == "axis" else np.array(places, np.int32)
-    if "keep_dims" in given:
-        given["keep_dims"] = True
-    return Turned(getattr(Builder, operation.op_type)(**given, before_op=operation), _inverse(order))
+    for name in {"axis", "axes"} & set(operation.inputs):
+        places = [order.index(int(axis) % rank) for axis in np.atleast_1d(operation.inputs[name].val)]
+        put[name] = np.int32(places[0]) if name == "axis" else np.array(places, np.int32)
+    if "keep_dims" in operation.inputs:
+        put["keep_dims"] = True
+    return Turned(_built(operation, put, operation), _inverse(order))
+
+
+def _built(operation: Any, given: dict[str, Any], before: Any) -> Any:
+    """The operator with some of its inputs exchanged."""
+    from coremltools.converters.mil.mil import Builder
+
+    kept = {name: each for name, each in operation.inputs.items() if each is not None}
+    return getattr(Builder, operation.op_type)(**kept | given, before_op=before)
 
 
 def _elementwise(operation: Any) -> Turned | None:
-    return _computed(
-        operation, {name: operation.inputs[name] for name in _OPERANDS if operation.inputs.get(name) is not None}
-    )
+    return _computed(operation, _given(operation))
 
 
 def _along(operation: Any) -> Turned | None:
@@ -129,6 +147,8 @@ def _concat(operation: Any) -> Turned | None:
     if interleave is not None and interleave.val:
         return None
     order = next((found for each in values if each.val is None and (found := lies(each)) is not None), None)
+    if order is None and all(_is_column(each) for each in values):
+        order = _swap(values[0].rank)  # columns side by side lie one below the other, whole
     if order is None:
         return None
     parts = [_put(each, order, operation) for each in values]
@@ -136,6 +156,10 @@ def _concat(operation: Any) -> Turned | None:
         return None
     axis = order.index(int(operation.inputs["axis"].val) % len(order))
     return Turned(Builder.concat(values=parts, axis=axis, before_op=operation), _inverse(order))
+
+
+def _is_column(variable: Any) -> bool:
+    return bool(variable.rank == 4 and variable.shape[-1] == 1 < variable.shape[-2])
 
 
 def _pad(operation: Any) -> Turned | None:

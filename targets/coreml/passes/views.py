@@ -7,7 +7,7 @@ that for any spelling; where it is an offset and strides, the chain is a slice, 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,13 @@ class View:
     offset: int
     axes: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]
+
+
+def drop_unread(block: Any) -> None:
+    """Remove what passes left behind: it would count as a reader of what it reads."""
+    for operation in reversed(list(block.operations)):
+        if not any(each.child_ops or each.consuming_blocks for each in operation.outputs):
+            operation.remove_from_block()
 
 
 def is_static(variable: Var) -> bool:
@@ -112,7 +119,8 @@ def reshaped(variable: Var, shape: Sequence[int], before: Any) -> Var:
 
     if tuple(variable.shape) == tuple(shape):
         return variable
-    return Builder.reshape(x=variable, shape=np.array(shape, np.int32), before_op=before)
+    again = _again(variable, "reshape", "shape", shape, before)
+    return again or Builder.reshape(x=variable, shape=np.array(shape, np.int32), before_op=before)
 
 
 def transposed(variable: Var, order: Sequence[int], before: Any) -> Var:
@@ -123,7 +131,19 @@ def transposed(variable: Var, order: Sequence[int], before: Any) -> Var:
     long = [axis for axis in order if variable.shape[axis] != 1]
     if long == sorted(long) and is_static(variable):
         return reshaped(variable, [variable.shape[axis] for axis in order], before)
-    return Builder.transpose(x=variable, perm=np.array(order, np.int32), before_op=before)
+    again = _again(variable, "transpose", "perm", order, before)
+    return again or Builder.transpose(x=variable, perm=np.array(order, np.int32), before_op=before)
+
+
+def _again(variable: Var, kind: str, name: str, value: Sequence[int], before: Any) -> Var | None:
+    """What such an operator, which stands before already, makes of the variable."""
+    found = [
+        each for each in variable.child_ops if each.op_type == kind and np.array_equal(each.inputs[name].val, value)
+    ]
+    if not found:
+        return None
+    earlier = set(map(id, takewhile(lambda each: each is not before, before.enclosing_block.operations)))
+    return next((each.outputs[0] for each in found if id(each) in earlier), None)
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,12 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: of((1, 64), lambda x: mb.tanh(x=x)),
     ),
     "padding": (
-        lambda: of((4, 16), lambda x: mb.relu(x=x)),
-        lambda: of((4, 17), lambda x: mb.relu(x=x)),
+        lambda: of((2**15 + 1, 16), lambda x: mb.relu(x=x)),
+        lambda: of((2**15, 16), lambda x: mb.relu(x=x)),  # 2 MB, padding and all
     ),
     "tile": (
         lambda: of((1024, 1025), lambda x: mb.relu(x=x)),
-        lambda: of((1024, 1024), lambda x: mb.relu(x=x)),
+        lambda: of((1, 1024, 1024), lambda x: mb.softmax(x=x, axis=-1)),
     ),
     "transpose": (
         lambda: of((1, 64, 32), lambda x: mb.transpose(x=x, perm=[0, 2, 1])),
@@ -100,6 +100,11 @@ def mb_symbol() -> Any:
 def test_every_rule_has_its_cases() -> None:
     assert list(CASES) == [rule.id for rule in engine_rules.RULES]
     assert all(rule.what and rule.why and rule.source for rule in engine_rules.RULES)
+
+
+def test_weights_are_no_live_operands() -> None:
+    program = of((8, 1024), lambda x: mb.linear(x=x, weight=weight(1025, 1024)))
+    assert engine_rules.lint(program).breaking("tile") == ()
 
 
 @pytest.mark.parametrize("rule", CASES)

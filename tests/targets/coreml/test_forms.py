@@ -1,4 +1,4 @@
-"""Every form in the Neural Engine's spelling: no rule takes it off the engine, and float16 costs what rounding does."""
+"""Every form in the Neural Engine's spelling: it breaks no rule, and float16 costs what rounding does."""
 
 import pytest
 import torch
@@ -83,11 +83,7 @@ def test_a_form_in_float16_is_what_it_is_in_torch(name: str, lowered, found) -> 
     assert 10 * float(torch.log10(expected.square().sum() / noise)) > LEAST_SNR
 
 
-def test_no_form_leaves_the_engine(lowered) -> None:
+def test_no_form_breaks_a_rule(lowered) -> None:
     report = lint(lowered[0])
-    assert report.leaving() == ()
+    assert [each for each in report.operators if each.broken] == []
     assert report.staying() == (1.0, 1.0)
-
-
-def test_forms_take_less_than_a_transpose_each(lowered) -> None:
-    assert len(lint(lowered[0]).breaking("transpose")) < len(FORMS)
