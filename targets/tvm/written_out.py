@@ -191,6 +191,11 @@ def _summed_as(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return compute
 
 
+def _extreme(value: Callable[..., Tensor], place: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What is largest or smallest, and where, each by itself: most models read one, and the importer sorts for both."""
+    return lambda x, dim, keepdim=False: (value(x, dim, keepdim), place(x, dim, keepdim))
+
+
 ARITHMETIC: dict[Any, Callable[..., Tensor]] = {
     aten.add.Tensor: _in_one_type(operator.add),
     aten.add.Scalar: _in_one_type(operator.add),
@@ -218,6 +223,8 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.cumsum.default: _summed_as(aten.cumsum.default),
     aten.einsum.default: einsum_as_product,
     aten.instance_norm.default: _instance_norm,
+    aten.max.dim: _extreme(torch.amax, torch.argmax),
+    aten.min.dim: _extreme(torch.amin, torch.argmin),
     aten.prelu.default: _prelu,
     aten.pixel_shuffle.default: _pixel_shuffle,
     aten.repeat.default: _repeated,
@@ -237,6 +244,8 @@ MISREAD = {
     aten.conv_transpose2d.input,
     aten.einsum.default,
     aten.instance_norm.default,
+    aten.max.dim,
+    aten.min.dim,
     aten.prelu.default,
     aten.pixel_shuffle.default,
     aten.repeat.default,

@@ -75,6 +75,7 @@ OPERATORS: dict[tuple[int, ...], dict[str, Callable[[Tensor], object]]] = {
         "largest of groups": lambda x: grouped(x, "amax", itself=False) - grouped(x, "amin"),
         "stable order": lambda x: x.sort(dim=1, stable=True),
         "running extremes": lambda x: (*x.cummax(1), *x.cummin(2)),
+        "extremes along an axis": lambda x: (*x.max(1), x.min(-1, keepdim=True)[0]),
         "running products": lambda x: (x.cumprod(-1), x.logcumsumexp(1)),
         "numbers of bins": lambda x: torch.bucketize(x, BINS) + torch.searchsorted(BINS, x, right=True),
         "diagonals": lambda x: x.diagonal(1, 1, 2) + x.diagonal(-1, 2, 1)[:, :1],
