@@ -14,6 +14,7 @@ from attnrewrite.passes.base import Pipeline
 from attnrewrite.passes.fx.decompositions import Decompose
 from attnrewrite.passes.fx.fold_constants import FoldConstants
 from attnrewrite.passes.fx.merge_equal import MergeEqual
+from attnrewrite.passes.fx.resampling import patches
 from attnrewrite.passes.fx.weights_as_linear import WeightsAsLinear
 
 MOST = 127  # of the integers, and of their negatives
@@ -48,15 +49,11 @@ def quantised_patches(
     groups: int = 1,
 ) -> Tensor:
     """A convolution whose windows lie side by side, as of patches and of single places, as a linear layer of each."""
-    size = tuple(weight.shape[2:])
-    parted = size == tuple(stride) and not any(padding) and groups == 1
-    if not parted or any(old % each for old, each in zip(x.shape[2:], size, strict=True)):
+    parts = patches(x, weight, stride, padding, dilation, groups)
+    if parts is None:
         return NotImplemented
-    batch, channels, high, wide = x.shape
-    down, across = high // size[0], wide // size[1]
-    parts = x.reshape(batch, channels, down, size[0], across, size[1]).permute(0, 2, 4, 1, 3, 5)
-    made = quantised_linear(parts.reshape(batch, down * across, -1), weight.flatten(1), bias)
-    return made.transpose(1, 2).reshape(batch, -1, down, across)
+    made = quantised_linear(parts.flatten(1, -2), weight.flatten(1), bias)
+    return made.transpose(1, 2).unflatten(2, parts.shape[1:-1])
 
 
 TABLE = {torch.ops.aten.linear.default: quantised_linear, torch.ops.aten.conv2d.default: quantised_patches}

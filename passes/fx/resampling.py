@@ -43,6 +43,20 @@ def windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
     return parts.unflatten(axis, (size, count)).movedim(axis, -1)
 
 
+def patches(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> Tensor | None:
+    """A convolution's windows [batch, places..., channels x elements], if they lie side by side and fill the image."""
+    size = tuple(weight.shape[2:])
+    beside = size == tuple(stride) and not any(padding) and groups == 1 and set(dilation) == {1}
+    if not beside or any(old % each for old, each in zip(x.shape[2:], size, strict=True)):
+        return None
+    counts = [old // each for old, each in zip(x.shape[2:], size, strict=True)]
+    parts = x.reshape(*x.shape[:2], *(length for pair in zip(counts, size, strict=True) for length in pair))
+    places = range(2, parts.dim(), 2)
+    return parts.permute(0, *places, 1, *(axis + 1 for axis in places)).flatten(1 + len(size))
+
+
 def by_strides(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
     """`Tensor.as_strided` of a tensor that is all of its storage, in order: elements by their numbers."""
     if not x.is_contiguous() or x.untyped_storage().nbytes() != x.numel() * x.element_size():

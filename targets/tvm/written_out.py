@@ -13,7 +13,14 @@ from torch import Tensor
 
 from attnrewrite.passes.fx.einsum import einsum_as_product
 from attnrewrite.passes.fx.lacking import along_one_axis
-from attnrewrite.passes.fx.resampling import RESIZES, by_strides, resized, summed_windows, transposed_convolution
+from attnrewrite.passes.fx.resampling import (
+    RESIZES,
+    by_strides,
+    patches,
+    resized,
+    summed_windows,
+    transposed_convolution,
+)
 
 aten = torch.ops.aten
 
@@ -140,24 +147,20 @@ def _solid_convolution(
     of a window, convolutions of images."""
     if x.dim() != 5:
         return NotImplemented
-    size = tuple(weight.shape[2:])
-    parted = size == tuple(stride) and not any(padding) and groups == 1 and set(dilation) == {1}
-    if not parted or any(old % each for old, each in zip(x.shape[2:], size, strict=True)):
-        film = F.pad(x, (0, 0, 0, 0, padding[0], padding[0])).transpose(1, 2)  # [batch, frames, channels, ...]
-        reach = film.shape[1] - dilation[0] * (size[0] - 1)
-        total: Tensor | None = None
-        for place in range(size[0]):
-            frames = film.narrow(1, place * dilation[0], reach)[:, :: stride[0]]
-            plane = weight.select(2, place)
-            images = F.conv2d(frames.flatten(0, 1), plane, None, stride[1:], padding[1:], dilation[1:], groups)
-            total = images if total is None else total + images
-        assert total is not None
-        total = total if bias is None else total + bias[:, None, None]
-        return total.unflatten(0, (x.shape[0], -1)).transpose(1, 2)
-    counts = [old // each for old, each in zip(x.shape[2:], size, strict=True)]
-    axes = [length for pair in zip(counts, size, strict=True) for length in pair]
-    patches = x.reshape(*x.shape[:2], *axes).permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4)
-    return F.linear(patches, weight.flatten(1), bias).movedim(-1, 1)
+    parts = patches(x, weight, stride, padding, dilation, groups)
+    if parts is not None:
+        return F.linear(parts, weight.flatten(1), bias).movedim(-1, 1)
+    film = F.pad(x, (0, 0, 0, 0, padding[0], padding[0])).transpose(1, 2)  # [batch, frames, channels, ...]
+    reach = film.shape[1] - dilation[0] * (weight.shape[2] - 1)
+    total: Tensor | None = None
+    for place in range(weight.shape[2]):
+        frames = film.narrow(1, place * dilation[0], reach)[:, :: stride[0]]
+        plane = weight.select(2, place)
+        images = F.conv2d(frames.flatten(0, 1), plane, None, stride[1:], padding[1:], dilation[1:], groups)
+        total = images if total is None else total + images
+    assert total is not None
+    total = total if bias is None else total + bias[:, None, None]
+    return total.unflatten(0, (x.shape[0], -1)).transpose(1, 2)
 
 
 def _prelu(x: Tensor, weight: Tensor) -> Tensor:
