@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cpp_examples import linked
 from tiny_vits import tiny_vit
 from torch import nn
 
@@ -19,7 +20,7 @@ from attnrewrite.targets.base import get_target
 from attnrewrite.targets.runners import programs, qemu
 from attnrewrite.targets.tvm import compat as tvm_compat
 
-CLASSIFY = Path(__file__).parents[2] / "examples" / "cpp" / "classify.cc"
+CLASSIFY = "classify.cc"
 MEAN, STD = (0.5, 0.25, 0.4), (0.2, 0.3, 0.4)
 PIXELS = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
 Program = Callable[..., subprocess.CompletedProcess[str]]
@@ -43,32 +44,11 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNREWRITE_OFFLINE", "1")
 
 
-def linked(compiler: str, folder: Path, *libraries: Path) -> Path:
-    """The C++ example, linked with the runtime's libraries."""
-    if shutil.which(compiler) is None:
-        pytest.skip(f"{compiler} is not installed")
-    includes = [f"-I{path}" for path in tvm_compat.runtime_packages().headers]
-    programs.run(
-        [
-            compiler,
-            "-std=c++17",
-            "-Wl,--no-as-needed",
-            *includes,
-            str(CLASSIFY),
-            *map(str, libraries),
-            "-o",
-            f"{folder}/classify",
-        ],
-        120,
-    )
-    return folder / "classify"
-
-
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path, Program]:
     model, folder = lowered("host", tmp_path_factory.mktemp("host") / "out")
     libraries = tvm_compat.runtime_libraries()
-    program = linked("g++", tmp_path_factory.mktemp("program"), *libraries)
+    program = linked("g++", CLASSIFY, tmp_path_factory.mktemp("program"), *libraries)
     paths = {"LD_LIBRARY_PATH": os.pathsep.join(str(library.parent) for library in libraries)}
     return model, folder, lambda *given: run([str(program)], *given, env=os.environ | paths)
 
@@ -83,7 +63,7 @@ def on_arm(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path, P
             pytest.skip(str(reason))
         model, folder = lowered("arm-cpu", tmp_path_factory.mktemp("arm") / "out", cpu="cortex-a55")
     libraries = [shutil.copy(runtime / Path(name).name, folder.parent) for name in qemu.LIBRARIES]
-    command = qemu.emulated(linked(qemu.CROSS_COMPILER, folder.parent, *libraries))
+    command = qemu.emulated(linked(qemu.CROSS_COMPILER, CLASSIFY, folder.parent, *libraries))
     return model, folder, lambda *given: run(command, *given)
 
 
