@@ -1,5 +1,6 @@
 """The products of one attention, query key^T and probabilities value, before heads and tokens are told apart."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -107,7 +108,7 @@ def softmax_products(graph: GraphView, anchor: Operation) -> Products | Refusal:
     if not readers:
         return _no_values(graph, scores, to_softmax, after, keys)
     reader = readers[0]
-    order = _lead_order(graph, scores.product, (*to_softmax, *reader.path))
+    order = _lead_order(graph, scores.product, [(*to_softmax, *way) for way in (reader.path, *reader.others)])
     if isinstance(order, Refusal):
         return order
     found = _assemble(graph, anchor, scores, after, readers, order, keys)
@@ -179,15 +180,21 @@ def _partial(graph: GraphView, found: Products, axis: int) -> Refusal | None:
     return Refusal("partial-softmax", "the softmax runs over a part of the keys, or over several queries")
 
 
-def _lead_order(graph: GraphView, product: str, path: tuple[str, ...]) -> np.ndarray | Refusal:
-    """For each lead entry of the scores, where it stands among those of the product with the values."""
+def _lead_order(graph: GraphView, product: str, ways: Sequence[tuple[str, ...]]) -> np.ndarray | Refusal:
+    """For each lead entry of the scores, where it stands among those of the product with the values.
+
+    `ways` lead from the one product to the other: by several, where heads are combined (differential attention).
+    """
     shape = graph.shape(product)
-    index = push(graph, product, path)
-    first = index.reshape(-1, *index.shape[-2:]).max(axis=(1, 2)) // (shape[-1] * shape[-2])
-    count = int(np.prod(shape[:-2], dtype=int))
-    if len(first) != count or len(np.unique(first)) != count:
-        return Refusal("mixed-heads", "the probabilities are rearranged across heads before they meet the values")
-    return np.argsort(first)
+    order = np.full(int(np.prod(shape[:-2], dtype=int)), -1)
+    for way in ways:
+        index = push(graph, product, way)
+        first = index.reshape(-1, *index.shape[-2:]).max(axis=(1, 2)) // (shape[-1] * shape[-2])
+        if len(np.unique(first)) == len(first) <= len(order) and first.min() >= 0:
+            order[first] = np.arange(len(first))
+        if (order >= 0).all():
+            return order
+    return Refusal("mixed-heads", "the probabilities are rearranged across heads before they meet the values")
 
 
 def _length(graph: GraphView, product: str, keys: str) -> int:

@@ -197,7 +197,10 @@ def _through_map(graph: GraphView, operation: Operation, walk: _Walk) -> ScorePa
 
 @dataclass(frozen=True)
 class ValuePath:
-    """From a softmax to the product with the values: `path` in forward order, product excluded; its other operand."""
+    """From a softmax to the product with the values: `path` in forward order, product excluded; its other operand.
+
+    `others` are the other ways there, where parts of the probabilities meet before they do the values.
+    """
 
     product: str
     probabilities: str
@@ -205,6 +208,7 @@ class ValuePath:
     path: tuple[str, ...]
     talking_heads: bool
     obstacles: tuple[Refusal, ...]
+    others: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,8 +221,8 @@ class Probabilities:
 
 def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
     """Every product that reads the probabilities, through movement, elementwise maps and the mixing of heads."""
-    size = int(np.prod(graph.shape(softmax), dtype=int))
     products: list[ValuePath] = []
+    joins: dict[str, list[tuple[str, ...]]] = {}
     escape = False
     pending: list[tuple[str, tuple[str, ...], bool, tuple[Refusal, ...]]] = [(softmax, (), False, ())]
     seen = {softmax}
@@ -238,14 +242,14 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
                 else:
                     products.append(ValuePath(user, value, others[0], path, talking, obstacles))
             elif user in seen:
-                continue
+                joins.setdefault(user, []).append(step)
             elif operation.kind == "move" and operation.inputs == (value,):
                 seen.add(user)
                 picked = f"probabilities are picked by {operation.name} at positions that depend on the data"
                 directed = operation.attributes.get("directed_by")
                 why = (Refusal("picked-probabilities", picked),) if directed else ()
                 pending.append((user, step, talking, (*obstacles, *why)))
-            elif operation.kind == "map" and int(np.prod(graph.shape(user), dtype=int)) == size:
+            elif operation.kind == "map" and math.prod(graph.shape(user)) == math.prod(graph.shape(value)):
                 seen.add(user)
                 harmless = constant_factor(graph, operation)
                 plain = (harmless is not None and harmless.factor == 1.0) or _clears_masked(graph, operation, softmax)
@@ -261,7 +265,12 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
                 pending.append((user, step, True, (*obstacles, *why)))
             else:
                 escape = True
-    return Probabilities(tuple(products), escape)
+    return Probabilities(tuple(replace(found, others=_others(found.path, joins)) for found in products), escape)
+
+
+def _others(path: tuple[str, ...], joins: dict[str, list[tuple[str, ...]]]) -> tuple[tuple[str, ...], ...]:
+    """The other ways that lead to the end of a path, by where they join it."""
+    return tuple((*way, *path[place + 1 :]) for place, value in enumerate(path) for way in joins.get(value, ()))
 
 
 def _clears_masked(graph: GraphView, operation: Operation, softmax: str) -> bool:

@@ -149,6 +149,14 @@ def safe_rows(keep: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tenso
     return run
 
 
+def difference_of_heads(m: Any, x: Tensor) -> Tensor:
+    """Differential attention: the values of two heads go by one head's probabilities less a share of the other's."""
+    q, k, v = unpacked(m, x)
+    pairs = (q @ k.mT * SCALE).softmax(-1).unflatten(1, (HEADS // 2, 2))
+    values = v.unflatten(1, (HEADS // 2, 2)).transpose(2, 3).flatten(3)
+    return m.proj(merged((pairs[:, :, 0] - 0.3 * pairs[:, :, 1]) @ values))
+
+
 def with_values(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
     def run(m: Any, x: Tensor) -> Tensor:
         q, k, v = heads(m.q(x)), heads(m.k(x)), heads(m.v(change(x)))
@@ -257,6 +265,7 @@ ODD = (
     scored("maximum before a mask", "right", lambda m, x, s: (s - s.amax(-1, keepdim=True)).masked_fill(far(x), -INF)),
     scored("a large number added to some queries", "right", lambda m, x, s: s + far(x).mT * -1e9),
     scored("mean of each query", "right", lambda m, x, s: s - s.mean(-1, keepdim=True)),
+    Odd("difference of heads", "no core", packed, difference_of_heads),
     # masks
     scored("filled with -inf", "right", lambda m, x, s: s.masked_fill(~NEAR, -INF)),
     scored("filled with -1e4", "right", lambda m, x, s: s.masked_fill(far(x), -1e4)),
