@@ -93,7 +93,7 @@ def convert(
 def require_written(error: Exception, folder: Path) -> None:
     """Raise InputError where `error`, met on the way to a package in `folder`, is that a disk is full."""
     full, temporary = os.strerror(errno.ENOSPC), Path(tempfile.gettempdir())
-    if UNWRITTEN in str(error) or (full in str(error) and temporary in folder.parents):
+    if UNWRITTEN in str(error) or (full in str(error) and folder.parent == temporary):
         raise InputError(
             f"coremltools cannot write in {temporary}, where it keeps what it makes: make room, or set TMPDIR to a "
             "folder that has some"
