@@ -113,6 +113,7 @@ def compress(path: Path, method: str) -> Compression:
             smaller.user_defined_metadata["attnrewrite.compression"] = method
             smaller.save(str(made))
         except Exception as error:  # coremltools raises what its parts raise
+            package.require_written(error, path.parent)
             raise InputError(f"coremltools cannot compress the package by {method}: {first_line(error)}") from error
         weights = compare(original, interpreter.load(made), method)
         shutil.rmtree(path)

@@ -1,8 +1,11 @@
 """Core ML packages: made of an exported program by coremltools, read back as MIL programs, loaded on a Mac."""
 
 import contextlib
+import errno
 import io
 import logging
+import os
+import tempfile
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from attnrewrite.targets.pictures import COLORS
 from attnrewrite.targets.record import Labels
 
 NAME = "model.mlpackage"
+UNWRITTEN = "[MIL FileWriter]"  # in what coremltools says where a disk is full
 MINIMUMS = ("iOS17", "iOS18")  # the oldest systems that a package may be made for
 
 
@@ -74,6 +78,7 @@ def convert(
                 model.save(str(package))
             return package
         except Exception as error:
+            require_written(error, folder)
             node = spelling.culprit(error, program)
             with quiet():
                 simpler = None if node is None or node.target in tried else spelling.without(program, node)
@@ -83,6 +88,18 @@ def convert(
             assert node is not None
             tried.add(node.target)
             program = simpler
+
+
+def require_written(error: Exception, folder: Path) -> None:
+    """Raise InputError where `error`, met on the way to a package in `folder`, is that a disk is full."""
+    full, temporary = os.strerror(errno.ENOSPC), Path(tempfile.gettempdir())
+    if UNWRITTEN in str(error) or (full in str(error) and folder.parent == temporary):
+        raise InputError(
+            f"coremltools cannot write in {temporary}, where it keeps what it makes: make room, or set TMPDIR to a "
+            "folder that has some"
+        ) from error
+    if full in str(error):
+        raise InputError(f"cannot write {folder}: {full}") from error
 
 
 def _settled(model: Any) -> Any:

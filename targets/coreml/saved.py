@@ -110,6 +110,7 @@ def _through_passes(source: Path, program: Any, layout: str, out: Path) -> Path:
         made.user_defined_metadata["attnrewrite.layout"] = layout
         made.save(str(path))
     except Exception as error:  # coremltools raises what its parts raise
+        package.require_written(error, out)
         raise InputError(f"coremltools cannot write {source} anew: {first_line(error)}") from error
     return path
 

@@ -77,7 +77,7 @@ def _part_of(variable: Any) -> tuple[Any, list[int]] | None:
         return None
     whole = variable.op.inputs["x"]
     found = views.origin(variable, lambda each: each is whole) if whole.rank == 4 and is_held(whole) else None
-    if found is None:
+    if found is None or not found.index.numel():
         return None
     begin = [int(each) for each in np.unravel_index(int(found.index.flatten()[0]), whole.shape)]
     box = tuple(slice(start, start + size) for start, size in zip(begin, variable.shape, strict=True))

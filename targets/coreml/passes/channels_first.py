@@ -2,7 +2,8 @@
 
 Apple's advice (Deploying Transformers on the Apple Neural Engine, 2022): the engine holds four axes, channels first,
 and pads the last, so that tokens belong there. Linear layers always enter the layout; what is elementwise, normalises,
-reduces or concatenates does where all that it reads is in the layout already, so that no transpose is added for it.
+reduces or concatenates does where all that it reads is in the layout already, or takes a transpose anyway, so that none
+is added for it. Windows and patches are tokens in another order: layers stand before they are cut out, where they can.
 """
 
 from collections.abc import Callable

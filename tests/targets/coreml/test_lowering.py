@@ -1,5 +1,8 @@
 """From a module to a package that is confirmed: what float16 cannot hold, and what small modules are made of."""
 
+import errno
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +14,11 @@ from torch import Tensor, nn
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.targets.agreement import Agreement
 from attnrewrite.targets.base import get_target
-from attnrewrite.targets.coreml import interpreter
+from attnrewrite.targets.coreml import interpreter, package
 from attnrewrite.targets.coreml.engine_rules import EngineReport
 from attnrewrite.targets.coreml.lowering import Confirmed, lower
 from attnrewrite.targets.coreml.package import DEFAULT, Wanted
-from attnrewrite.targets.prepare import reference, specialise
+from attnrewrite.targets.prepare import canonical, reference, specialise
 
 ct = pytest.importorskip("coremltools", reason="coremltools is not installed")
 
@@ -94,3 +97,28 @@ def test_a_package_that_float32_does_not_save_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(interpreter, "beyond_half", lambda program, inputs: ())
     with pytest.raises(CheckFailedError, match="float16 overflows first in"):
         lowered(lambda x: torch.tanh((x * 3e5) * 1e-5), tmp_path)
+
+
+FULL = os.strerror(errno.ENOSPC)
+
+
+@pytest.mark.parametrize(
+    ("said", "where", "told"),
+    [
+        ("[MIL FileWriter]: Unknown error occurred while writing data to the file.", "out", "set TMPDIR to a folder"),
+        (f"[('weight.bin', 'weight.bin', '[Errno 28] {FULL}')]", "out", f"cannot write .*out: {FULL}"),
+        (f"[('weight.bin', 'weight.bin', '[Errno 28] {FULL}')]", "temporary/float32", "set TMPDIR to a folder"),
+    ],
+)
+def test_a_full_disk_is_told_as_such(
+    said: str, where: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(package, "_converted", fails)
+    module = nn.Linear(2, 2).eval()
+    program = canonical(specialise(module, (torch.randn(1, 2),)))
+    with pytest.raises(InputError, match=told):
+        package.convert(program, tmp_path / where, "FLOAT16")
