@@ -75,14 +75,19 @@ def agree(
 
 
 def agree_rounded(
-    subject: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray], unrounded: Sequence[np.ndarray]
+    subject: str,
+    found: Sequence[np.ndarray],
+    expected: Sequence[np.ndarray],
+    unrounded: Sequence[np.ndarray],
+    relative: float = 0.0,
 ) -> Agreement:
     """Compare outputs of two programs that round to integers of eight bits in the same places.
 
     A number halfway between two integers falls to either for what float32 rounds before it. That is one step, but it
     moves what is rounded next, so that after some layers two right programs differ by what rounding costs: the error
-    may be twice the distance of `expected` from `unrounded`, the outputs without it, to MOST of an output's largest
-    value; or a STEP of that. A wrong scale is further off; that kernels round and add exactly, their own tests say.
+    may be twice the distance of `expected` from `unrounded`, the outputs without it, or a STEP of an output's largest
+    value; `relative` of that value more, for what is not of integers; to MOST of it. A wrong scale is further off; that
+    kernels round and add exactly, their own tests say.
 
     Raises:
         CheckFailedError: as `agree`.
@@ -92,7 +97,7 @@ def agree_rounded(
         for one, other in zip(expected, unrounded, strict=True)
     ]
     scales = [float(np.abs(array).max(initial=0.0)) or 1.0 for array in expected]
-    shares = [max(STEP, min(2 * cost / scale, MOST)) for cost, scale in zip(costs, scales, strict=True)]
+    shares = [min(max(STEP, 2 * cost / scale) + relative, MOST) for cost, scale in zip(costs, scales, strict=True)]
     found_by_output = [
         agree(subject, [one], [other], share) for one, other, share in zip(found, expected, shares, strict=True)
     ]

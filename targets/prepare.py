@@ -95,9 +95,7 @@ def quantised(prepared: Prepared) -> Prepared:
     count = sum(edit.by is None and edit.replaced in map(str, TABLE) for edit in edits)
     if not count:
         raise InputError("the module has no linear layer, and nothing else is computed in int8: leave --precision out")
-    note = (
-        f"{count} linear layers in int8: weights by output channel, activations by row as they come; the rest float32"
-    )
+    note = f"{count} linear layers in int8: weights by output channel, activations by row as they come"
     return Prepared(made.module(), prepared.inputs, (*prepared.notes, note), prepared.module)
 
 

@@ -68,16 +68,16 @@ class ArmCpu(Target):
     def answers(
         self, artifact: Artifact, module: nn.Module, example_inputs: tuple[Tensor, ...]
     ) -> Callable[[Tensor], Tensor]:
-        meant = in_precision.meant(in_float32(module, example_inputs), self.precision)
+        meant = in_precision.meant(in_float32(module, example_inputs), self.precision, self.cpu)
         program = import_program(specialise(meant.module, meant.inputs))
-        host = tvm_compat.build_for_cpu(program, HOST, precision=self.precision)
+        host = tvm_compat.build_for_cpu(program, HOST, precision=self.precision, stands_for=self.cpu)
         return in_precision.answering(tvm_compat.answering(host.executable, threads=1))
 
     def lower(
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        meant = in_precision.meant(in_float32(module, example_inputs), self.precision)
+        meant = in_precision.meant(in_float32(module, example_inputs), self.precision, self.cpu)
         program = import_program(specialise(meant.module, meant.inputs))
         packages = tvm_compat.runtime_packages()
         library, made, notes = self._built(program, out)
@@ -87,7 +87,7 @@ class ArmCpu(Target):
                 raise Unavailable(f"it is for {system}, which is not emulated here")
             ran, how = qemu.execute(library, arrays(meant.inputs), packages, self.emulation_s), "ran under qemu-aarch64"
         except Unavailable as reason:
-            host = tvm_compat.build_for_cpu(program, HOST, precision=self.precision)
+            host = tvm_compat.build_for_cpu(program, HOST, precision=self.precision, stands_for=self.cpu)
             found = tvm_compat.bind(host.executable, meant.inputs, threads)()
             ran, how = qemu.Executed(found), f"{ON_HOST}: {reason}"
         cycles, counting = self._cycles(ran)
@@ -158,7 +158,7 @@ class ArmCpu(Target):
         device = over_rpc.device(self.rpc, self.rpc_timeout)
         if device is None:
             return (Run.refused("tvm", NOT_MEASURED),)
-        meant = in_precision.meant(in_float32(module, example_inputs), self.precision)
+        meant = in_precision.meant(in_float32(module, example_inputs), self.precision, self.cpu)
 
         def build(folder: Path) -> tuple[Path, tuple[str, ...]]:
             library, made, notes = self._built(import_program(specialise(meant.module, meant.inputs)), folder)

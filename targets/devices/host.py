@@ -57,7 +57,7 @@ class Host(Target):
         self, name: str, module: nn.Module, example_inputs: tuple[Tensor, ...], out: Path, *, threads: int
     ) -> Artifact:
         self.require_build()
-        meant = in_precision.meant(in_float32(module, example_inputs), self.precision)
+        meant = in_precision.meant(in_float32(module, example_inputs), self.precision, HOST)
         library, made = _link(meant, out, self.precision)
         found = tvm_compat.bind(library, meant.inputs, threads)()
         agreement = meant.agree(f"{name} for {self.name}", found)
@@ -94,7 +94,7 @@ class Host(Target):
 
     def _elsewhere(self, name: str, wide: Prepared, device: Device, threads: int) -> Run:
         """The module on a device with a processor like ours."""
-        meant = in_precision.meant(wide, self.precision)
+        meant = in_precision.meant(wide, self.precision, HOST)
 
         def build(folder: Path) -> tuple[Path, tuple[str, ...]]:
             library, made = _link(meant, folder, self.precision)
@@ -126,7 +126,7 @@ def _onnxruntime(wide: Prepared, threads: int, _: str) -> Called:
 
 def _tvm(wide: Prepared, threads: int, precision: str) -> Called:
     Host().require_build()
-    meant = in_precision.meant(wide, precision)
+    meant = in_precision.meant(wide, precision, HOST)
     with tempfile.TemporaryDirectory() as folder:
         library, _ = _link(meant, Path(folder), precision)
         note = f"schedule: {tvm_compat.CPU_SCHEDULE}, products in {precision}"

@@ -21,18 +21,22 @@ LARGEST = float(torch.finfo(torch.float16).max)
 
 @dataclass(frozen=True)
 class InFloat16(Prepared):
-    """A module in float32 for an artifact whose weights and products are in float16."""
+    """A module in float32 for an artifact whose weights and products are in float16, all but those of integers."""
 
     def agree(self, subject: str, found: Sequence[np.ndarray]) -> agreement.Agreement:
         """Hold what was computed to what the module gives, to float16's tolerance (`agreement.FLOAT16`), as many times
         wider as rounding moves the module further than others: weights and what is kept between kernels are rounded,
-        and so are sums of up to 64 products.
+        and so are sums of up to 64 products. A module that rounds to integers is allowed that beside what they cost.
 
         Raises:
             CheckFailedError: they disagree; the first operator whose result float16 cannot hold is named, if any is.
         """
-        expected, program = reference(self.module, self.inputs), specialise(self.module, self.inputs)
+        expected, wide = reference(self.module, self.inputs), self.unrounded or self.module
+        program = specialise(wide, self.inputs)
         try:
+            if self.unrounded is not None:
+                unrounded = reference(self.unrounded, self.inputs)
+                return agreement.agree_rounded(subject, found, expected, unrounded, agreement.FLOAT16)
             return agreement.agree(subject, found, expected, agreement.FLOAT16, lambda: exact(program, self.inputs))
         except CheckFailedError as error:
             search = _Beyond(functional_graph(program))

@@ -1,6 +1,7 @@
 """What targets share whose products are computed in a precision that the user chooses."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,20 +10,25 @@ from torch import Tensor
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.devices.in_float16 import InFloat16
 from attnrewrite.targets.prepare import Prepared, quantised
-from attnrewrite.targets.tvm.schedules.precision import FP16, INT8
+from attnrewrite.targets.tvm.schedules.precision import FP32, INT8, stored
+from attnrewrite.targets.tvm.schedules.profile import FLOAT16, profile
 
 
-def meant(wide: Prepared, precision: str) -> Prepared:
-    """What an artifact in a precision is to compute, and how it is held to that: a module in float32 as it is, to the
-    tolerance of float16, or with its linear layers on integers.
+def meant(wide: Prepared, precision: str, core: str) -> Prepared:
+    """What an artifact for a processor in a precision is to compute, and how it is held to that: a module in float32 as
+    it is or with its linear layers on integers, to the tolerance of the type that the processor stores the rest in.
 
     Raises:
         InputError: torch.export cannot capture the module, or nothing in it is computed in that precision.
         CheckFailedError: written out, it gives other outputs.
     """
-    if precision == FP16:
-        return InFloat16(wide.module, wide.inputs, wide.notes)
-    return quantised(wide) if precision == INT8 else wide
+    if precision == FP32:
+        return wide
+    dtype, made = stored(precision, profile(core)), wide
+    if precision == INT8:
+        made = quantised(wide)
+        made = replace(made, notes=(*made.notes, f"what is not of int8 is stored and multiplied in {dtype}"))
+    return InFloat16(made.module, made.inputs, made.notes, made.unrounded) if dtype == FLOAT16 else made
 
 
 def loss(precision: str) -> Refusal | None:

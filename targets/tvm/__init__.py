@@ -7,7 +7,7 @@ offers the schedules of `schedules` to whoever compiles Relax modules of their o
 from typing import Any
 
 
-def relax_pipeline(core: str = "host") -> Any:
+def relax_pipeline(core: str = "host", precision: str = "fp32") -> Any:
     """A pipeline for `tvm.compile(module, target, relax_pipeline=...)` with our schedules for a CPU.
 
     `core` is a processor of profiles.toml, or `host`. The module is one whose main is a single block of dataflow, of
@@ -15,13 +15,21 @@ def relax_pipeline(core: str = "host") -> Any:
     of it (keep_params_as_input=False). Whatever no rule takes goes TVM's default way, and all of a module of another
     kind does. Of torch's programs those import best that keep attention whole (run_ep_decomposition=False).
 
+    `precision` is one of fp32, fp16 and int8, for what lies between kernels; inputs and results stay as they are. A
+    module is not rounded to integers here: where it does that itself, products are of integers in any precision. What
+    float16 makes of a module is not checked here, either.
+
     Raises:
-        InputError: there is no processor of that name; the message has the nearest.
+        InputError: there is no processor or precision of that name, with the nearest; or the processor has no
+            instructions for the precision.
     """
     from attnrewrite.targets.tvm.schedules.cpu import pipeline
+    from attnrewrite.targets.tvm.schedules.precision import require, stored
     from attnrewrite.targets.tvm.schedules.profile import profile
 
-    return pipeline.relax_pipeline(profile(core))
+    processor = profile(core)
+    require(precision, core)
+    return pipeline.relax_pipeline(processor.storing(stored(precision, processor)))
 
 
 __all__ = ["relax_pipeline"]

@@ -26,9 +26,8 @@ from attnrewrite.errors import CheckFailedError, InputError, Refusal, first_line
 from attnrewrite.targets.prepare import arrays
 from attnrewrite.targets.record import Decision
 from attnrewrite.targets.runners.qemu import LIBRARIES, Packages
-from attnrewrite.targets.tvm.schedules.precision import FP32
+from attnrewrite.targets.tvm.schedules.precision import FP32, stored
 from attnrewrite.targets.tvm.schedules.profile import profile as cpu_profile
-from attnrewrite.targets.tvm.schedules.profile import stored_for
 
 CPU_SCHEDULE = "attnrewrite CPU schedules"
 DEFAULT_SCHEDULE = "TVM's default pipeline"
@@ -74,13 +73,17 @@ class Scheduled:
     processor: Mapping[str, Any]
 
 
-def build_for_cpu(relax_module: Any, core: str, system: str | None = None, precision: str = FP32) -> Scheduled:
+def build_for_cpu(
+    relax_module: Any, core: str, system: str | None = None, precision: str = FP32, stands_for: str | None = None
+) -> Scheduled:
     """Compile a Relax module with our schedules for a processor: a name in profiles.toml, or `host`; and for a system
-    of profiles.toml, where that is not the processor's usual one. `precision` is what its products are computed in.
+    of profiles.toml, where that is not the processor's usual one. `precision` is what its products are computed in;
+    what is stored is of the type that `stands_for`, another processor, stores in it (None: the processor itself).
 
     InputError for an unknown name, with the nearest.
     """
-    made, _ = _compiled(relax_module, core, system, precision, lambda module: (module, ()))
+    dtype = stored(precision, cpu_profile(stands_for or core))
+    made, _ = _compiled(relax_module, core, system, precision, dtype, lambda module: (module, ()))
     return made
 
 
@@ -105,7 +108,7 @@ def library_for_cpu(
         found = weights.apart(module)
         return found.module, found.weights
 
-    made, held = _compiled(relax_module, core, system, precision, apart)
+    made, held = _compiled(relax_module, core, system, precision, stored(precision, cpu_profile(core)), apart)
     with tempfile.TemporaryDirectory() as folder:
         parts = [compiled(held, compiler, runtime_packages().headers, Path(folder) / "weights.o")] if held else []
         export_library(made.executable, path, compiler, parts)
@@ -117,13 +120,14 @@ def _compiled(
     core: str,
     system: str | None,
     precision: str,
+    dtype: str,
     apart: Callable[[Any], tuple[Any, Sequence[np.ndarray]]],
 ) -> tuple[Scheduled, Sequence[np.ndarray]]:
-    """A module with our schedules compiled, and the weights that `apart` took out of it."""
+    """A module compiled with our schedules, which store `dtype`, and the weights that `apart` took out of it."""
     from attnrewrite.targets.tvm.schedules.cpu import pipeline
 
     _require_llvm()
-    processor = cpu_profile(core).under(system).storing(stored_for(precision))
+    processor = cpu_profile(core).under(system).storing(dtype)
     try:
         scheduled = pipeline.schedule(relax_module, processor)
         module, held = apart(scheduled.module)

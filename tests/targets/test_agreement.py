@@ -57,23 +57,26 @@ def test_where_the_module_itself_hangs_on_rounding_the_check_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cost", "error", "allowed"),
+    ("cost", "relative", "error", "allowed"),
     [
-        (0.0, 0.99 * check.STEP, check.STEP),  # one step of an integer
-        (0.0, 1.01 * check.STEP, None),
-        (0.02, 0.039, 0.04),  # twice what rounding to integers costs
-        (0.02, 0.041, None),
-        (0.5, 0.13, None),  # what costs more is no answer
-        (0.5, float("nan"), None),
+        (0.0, 0.0, 0.99 * check.STEP, check.STEP),  # one step of an integer
+        (0.0, 0.0, 1.01 * check.STEP, None),
+        (0.02, 0.0, 0.039, 0.04),  # twice what rounding to integers costs
+        (0.02, 0.0, 0.041, None),
+        (0.02, 0.01, 0.049, 0.05),  # and what is not of integers
+        (0.02, 0.01, 0.051, None),
+        (0.5, 0.0, 0.13, None),  # what costs more is no answer
+        (0.5, 0.01, 0.13, None),
+        (0.5, 0.0, float("nan"), None),
     ],
 )
 def test_programs_that_round_to_integers_differ_by_what_that_costs(
-    cost: float, error: float, allowed: float | None
+    cost: float, relative: float, error: float, allowed: float | None
 ) -> None:
     expected, unrounded = [np.array([1.0, 0.0])], [np.array([1.0, cost])]
     found = [np.array([1.0, error])]
     if allowed is not None:
-        assert check.agree_rounded("it", found, expected, unrounded).tolerance == pytest.approx(allowed)
+        assert check.agree_rounded("it", found, expected, unrounded, relative).tolerance == pytest.approx(allowed)
     else:
         with pytest.raises(CheckFailedError, match="it: its output differs"):
-            check.agree_rounded("it", found, expected, unrounded)
+            check.agree_rounded("it", found, expected, unrounded, relative)

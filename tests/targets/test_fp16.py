@@ -1,4 +1,4 @@
-"""Whole models in float16 on an ARM core: how far off, how small, and what stops them."""
+"""Whole models in float16, and in it beside integers, on an ARM core: how far off, how small, and what stops them."""
 
 from pathlib import Path
 
@@ -16,10 +16,12 @@ from attnrewrite.targets.runners import programs, qemu
 
 pytest.importorskip("tvm")
 
+CORE = "cortex-a76"
+
 
 def lowered(module: nn.Module, inputs: tuple[Tensor, ...], folder: Path, precision: str) -> Artifact:
     folder.mkdir()
-    target = get_target("arm-cpu").configured(precision=precision)
+    target = get_target("arm-cpu").configured(cpu=CORE, precision=precision)
     with torch.no_grad():
         return target.lower("it", module.eval(), inputs, folder, threads=1)
 
@@ -51,23 +53,27 @@ def test_a_vision_transformer_within_float16s_tolerance(attention: str, tmp_path
         assert half.instructions < single.instructions
 
 
-def test_without_an_emulator_the_program_runs_here_in_float16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_without_an_emulator_the_program_runs_here_in_float16(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def execute(*_: object) -> None:
         raise programs.Unavailable("there is none")
 
     monkeypatch.setattr(qemu, "execute", execute)
     model, inputs = tiny_vit("softmax", depth=1)
-    half, single = (lowered(model, inputs, tmp_path / name, name) for name in ("fp16", "fp32"))
+    half, single = (lowered(model, inputs, tmp_path / name, name) for name in (precision, "fp32"))
     assert half.check.endswith("aarch64 code not executed: there is none")
     assert single.max_abs_error * 100 < half.max_abs_error <= half.tolerance
 
 
-def test_what_overflows_is_named_and_told_the_way_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_what_overflows_is_named_and_told_the_way_out(precision: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     inputs = (torch.randn(5, 48),)
     said = r"in float16, mul 'mul' overflows: it reaches .*, and 65504 is the most: lower it with --precision fp32"
     with pytest.raises(CheckFailedError, match=said):
-        lowered(Scaled(1e6), inputs, tmp_path / "fp16", "fp16")
+        lowered(Scaled(1e6), inputs, tmp_path / precision, precision)
     lowered(Scaled(1e6), inputs, tmp_path / "fp32", "fp32")
 
 
@@ -99,8 +105,10 @@ def test_an_error_that_float32_would_not_make_passes_in_fp16_alone() -> None:
     with torch.no_grad():
         expected = module(*inputs).numpy()
     off = expected + agreement.FLOAT16 / 2 * abs(expected).max()
-    assert meant(Prepared(module, inputs), "fp16").agree("it", [off]).max_abs_error > 0
+    assert meant(Prepared(module, inputs), "fp16", CORE).agree("it", [off]).max_abs_error > 0
     with pytest.raises(CheckFailedError, match="more than the"):
-        meant(Prepared(module, inputs), "fp32").agree("it", [off])
+        meant(Prepared(module, inputs), "fp32", CORE).agree("it", [off])
     with pytest.raises(CheckFailedError, match="lower it with --precision fp32"):
-        meant(Prepared(module, inputs), "fp16").agree("it", [expected + 2 * agreement.FLOAT16 * abs(expected).max()])
+        meant(Prepared(module, inputs), "fp16", CORE).agree(
+            "it", [expected + 2 * agreement.FLOAT16 * abs(expected).max()]
+        )

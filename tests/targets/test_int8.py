@@ -17,7 +17,7 @@ from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.targets import prepare
 from attnrewrite.targets.base import get_target
 from attnrewrite.targets.prepare import Prepared, quantised
-from attnrewrite.targets.tvm.schedules.precision import refusal
+from attnrewrite.targets.tvm.schedules.precision import refusal, stored
 from attnrewrite.targets.tvm.schedules.profile import profile
 
 pytest.importorskip("tvm")
@@ -40,6 +40,8 @@ def test_what_it_costs_is_measured_and_kept(name: str, tmp_path: Path) -> None:
     assert record["precision"] == "int8"
     assert {"matmul int8", "attention"} <= {each["rule"] for each in record["operators"]}
     assert any("linear layers in int8" in note for note in record["notes"])
+    dtype = stored("int8", profile("cortex-a76" if name == "arm-cpu" else name))
+    assert f"what is not of int8 is stored and multiplied in {dtype}" in record["notes"]
     artifact = record["measured"]["artifact"]
     assert artifact["n"] == 6
     assert 0 < artifact["logit_mse"] < 1e-2 * float(model(inputs[0]).square().mean())

@@ -1,7 +1,16 @@
 """The precisions that products are computed in, by name, and which processors have instructions for them."""
 
 from attnrewrite.errors import InputError, Refusal, unknown_name
-from attnrewrite.targets.tvm.schedules.profile import HOST, Profile, arm_cores, features_for, precisions, profile
+from attnrewrite.targets.tvm.schedules.profile import (
+    FLOAT32,
+    HOST,
+    Profile,
+    arm_cores,
+    features_for,
+    precisions,
+    profile,
+    stored_for,
+)
 
 FP32 = "fp32"
 FP16 = "fp16"
@@ -14,6 +23,11 @@ def refusal(precision: str, processor: Profile) -> Refusal | None:
     if not wanted or processor.features & set(wanted):
         return None
     return Refusal("instructions", f"has no instructions for {precision} ({' or '.join(wanted)})")
+
+
+def stored(precision: str, processor: Profile) -> str:
+    """The type of what kernels leave for others in a precision, and of products that are not of integers."""
+    return stored_for(precision) if refusal(FP16, processor) is None else FLOAT32
 
 
 def require(precision: str, core: str) -> None:

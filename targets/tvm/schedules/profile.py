@@ -116,7 +116,7 @@ def features_for(precision: str) -> tuple[str, ...]:
 
 
 def stored_for(precision: str) -> str:
-    """The type of what is stored and multiplied in a precision."""
+    """The type of what is stored and multiplied in a precision, on cores that compute in it."""
     return str(_tables()["precision"][precision]["stored"])
 
 

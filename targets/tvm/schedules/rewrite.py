@@ -142,7 +142,9 @@ class _Builder:
                 written.append(self.made[key])
                 continue
             elsewhere = last and var in self.elsewhere
-            dtype = FLOAT32 if elsewhere else step.dtype or self.profile.stored
+            # One number for a row, as its unit is or a sum over it, costs little to keep whole.
+            wide = elsewhere or (last and shape(var)[-1:] == (1,))
+            dtype = FLOAT32 if wide else step.dtype or self.profile.stored
             call = self.call(step, [_argument(base) for base in read], dtype)
             name = str(var.name) if last else step.function.name
             written.append(var if elsewhere else relax.DataflowVar(name, call.ty))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_vits import Vit
 
+from attnrewrite.errors import InputError
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.tvm import relax_pipeline
 
@@ -86,6 +87,29 @@ def test_what_others_import_is_scheduled_and_right(importer: str) -> None:
     assert rules(module) == (taken, left)
     with torch.no_grad():
         check.agree(importer, [compiled(module, IMAGE.numpy(), *weights)], [MODEL(IMAGE).numpy()], check.FLOAT32)
+
+
+@pytest.mark.parametrize(("precision", "halves"), [("fp32", False), ("fp16", True), ("int8", True)])
+def test_a_pipeline_stores_what_a_precision_asks_for(precision: str, halves: bool) -> None:
+    module = by_torch(run_ep_decomposition=False)
+    with tvm.target.Target(dict(profile("cortex-a76").target)):
+        made = relax_pipeline("cortex-a76", precision)(module)
+    assert ("float16" in made.script()) is halves
+    main = made["main"]
+    assert [str(each.ty.dtype) for each in main.params] == ["float32"]
+
+
+@pytest.mark.parametrize(
+    ("core", "precision", "why"),
+    [
+        ("cortex-a72", "fp16", "cortex-a72 has no instructions for fp16"),
+        ("cortex-a76", "fp64", "unknown precision 'fp64'"),
+        ("cortex-a77", "fp32", "unknown processor 'cortex-a77': did you mean 'cortex-a7"),
+    ],
+)
+def test_what_a_processor_cannot_do_is_refused_as_a_pipeline_is_made(core: str, precision: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        relax_pipeline(core, precision)
 
 
 @pytest.mark.parametrize(

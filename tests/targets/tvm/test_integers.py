@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -20,12 +20,18 @@ from tvm import relax
 from attnrewrite.targets.devices.arm_cpu import ArmCpu
 from attnrewrite.targets.tvm.schedules.cpu.dot import dot_of
 from attnrewrite.targets.tvm.schedules.cpu.pipeline import schedule
-from attnrewrite.targets.tvm.schedules.profile import Profile, profile
+from attnrewrite.targets.tvm.schedules.profile import FLOAT16, Profile, profile
 
 DRAWN = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-# In float32, sums of so few products are as exact.
-TAKEN = ["matmul int8"] if dot_of(HOST) is not None else ["elementwise", "matmul"]
+# The same where what lies between kernels is of float16, with instructions for integers and without.
+NO_DOT = replace(HOST, target={"kind": "llvm", "mcpu": HOST.target["mcpu"]})
+HALF = [each.storing(FLOAT16) for each in (HOST, NO_DOT)]
 sizes = st.integers(1, 70)
+
+
+def taken(processor: Profile) -> list[str]:
+    """The rules for a product of integers: in float32, sums of so few are as exact."""
+    return ["elementwise", "matmul"] if dot_of(processor) is None else ["matmul int8"]
 
 
 def rounded(x: Any, factor: Any, bound: float = 127) -> Any:
@@ -36,13 +42,15 @@ def integers(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).integers(-127, 128, shape).astype(np.float32)
 
 
-@DRAWN
+@pytest.mark.parametrize("processor", [*PROCESSORS, *HALF], ids=["host", "neon", "avx2", "float16", "float16, no dot"])
+@settings(DRAWN, max_examples=4)
 @given(
     batch=st.integers(1, 3), rows=sizes, depth=sizes, columns=sizes,
-    kind=st.sampled_from(["normal", "halves", "huge", "zero", "tiny"]), processor=st.sampled_from(PROCESSORS),
+    kind=st.sampled_from(["normal", "halves", "huge", "zero", "tiny"]),
 )  # fmt: skip
+@example(batch=1, rows=9, depth=40, columns=5, kind="normal")
 def test_products_of_integers_are_exact(
-    batch: int, rows: int, depth: int, columns: int, kind: str, processor: Profile
+    processor: Profile, batch: int, rows: int, depth: int, columns: int, kind: str
 ) -> None:
     x, factor = values((batch, rows, depth), (batch, rows, 1))
     scale = {"normal": 60.0, "halves": 0.0, "huge": 1e30, "zero": 0.0, "tiny": 1e-30}[kind]
@@ -50,7 +58,7 @@ def test_products_of_integers_are_exact(
     factor = np.ones_like(factor) if kind == "halves" else np.abs(factor)
     weight = integers(depth, columns)
     rules, run = scheduled([x, factor], lambda x, f, w: relax.op.matmul(rounded(x, f), w), [weight], processor)
-    assert rules == TAKEN
+    assert rules == taken(processor)
     left = np.clip(np.rint(x * factor), -127, 127).astype(np.int64)
     np.testing.assert_array_equal(run(), left @ weight.astype(np.int64))
 
@@ -71,7 +79,7 @@ def test_arithmetic_follows_in_the_same_kernel(
 
     weight = integers(depth, columns)
     rules, run = scheduled([x, factor, residual], layer, [weight, unit, bias], processor)
-    assert rules == TAKEN
+    assert rules == taken(processor)
     left = np.clip(np.rint((x.swapaxes(1, 2) if strided else x) * factor), -127, 127)
     second, third, fourth, fifth, sixth = wide(factor, residual, unit, bias, weight)
     close(run(), third + np.maximum(left.astype(np.float64) @ sixth * second * fourth + fifth, 0))
@@ -90,7 +98,7 @@ NO_INTEGERS = {
     "weights beyond eight bits": (linear(integers(8, 8) * 2), HOST),
     "activations beyond eight bits": (linear(integers(8, 8), bound=128), HOST),
     "activations that are not rounded": (linear(integers(8, 8), rounds=False), HOST),
-    "no instructions": (linear(integers(8, 8)), replace(HOST, target={"kind": "llvm", "mcpu": HOST.target["mcpu"]})),
+    "no instructions": (linear(integers(8, 8)), NO_DOT),
 }
 
 
@@ -113,6 +121,25 @@ def test_rows_are_rounded_once_for_all_that_read_them() -> None:
     done = schedule(builder.get(), profile("cortex-a76"))
     called = [str(binding.value.args[0].name_hint) for binding in done.module["main"].body.blocks[0].bindings[:-1]]
     assert sorted(name.rstrip("_0123456789") for name in called) == [*3 * ["product_of_integers"], "words"]
+
+
+@pytest.mark.parametrize("processor", HALF, ids=["integers", "float32"])
+def test_a_row_of_nothing_has_its_unit_whole(processor: Profile) -> None:
+    """Float16 holds neither the smallest unit of a row nor its inverse."""
+    x, eye, weight = np.zeros((3, 24), np.float32), np.eye(24, dtype=np.float32), integers(24, 8)
+    x[1], x[2, 5] = 1e-5, 3
+
+    def layer(x: Any, eye: Any, w: Any) -> Any:
+        x = relax.op.matmul(x, eye)
+        largest = relax.op.max(relax.op.abs(x), -1, keepdims=True)
+        factor = relax.op.divide(relax.const(127.0), relax.op.maximum(largest, relax.const(2.0**-100)))
+        return relax.op.multiply(relax.op.matmul(rounded(x, factor), w), largest)
+
+    _, run = scheduled([x], layer, [eye, weight], processor)
+    left = np.stack([np.zeros(24), np.full(24, 127), 127 * eye[5]])
+    expected = left @ weight.astype(np.float64) * np.array([[0], [1e-5], [3]])
+    # Float16 holds 1e-5 to half a hundredth, and the other rows exactly.
+    assert (np.abs(run() - expected) <= np.array([[0], [1e-2], [1e-6]]) * np.abs(expected).max(1, keepdims=True)).all()
 
 
 @pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 7, 5), (13, 50, 37), (8, 16, 12)])

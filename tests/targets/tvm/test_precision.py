@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnrewrite.targets.tvm.schedules.precision import refusal
+from attnrewrite.targets.tvm.schedules.precision import refusal, stored
 from attnrewrite.targets.tvm.schedules.profile import Profile, profile
 
 
@@ -32,3 +32,18 @@ def test_a_precision_takes_instructions(precision: str, able: Profile, unable: P
         assert found is not None
         assert found.code == "instructions"
         assert found.sentence.startswith(f"has no instructions for {precision} (")
+
+
+@pytest.mark.parametrize(
+    ("precision", "processor", "dtype"),
+    [
+        ("fp32", having("fullfp16", "dotprod"), "float32"),
+        ("fp16", having("fullfp16"), "float16"),
+        ("int8", having("fullfp16", "dotprod"), "float16"),
+        ("int8", having("dotprod"), "float32"),
+        ("int8", having("avx512vnni"), "float32"),
+        ("int8", having("avx512vnni", "avx512fp16"), "float16"),
+    ],
+)
+def test_float16_is_stored_where_a_processor_computes_in_it(precision: str, processor: Profile, dtype: str) -> None:
+    assert stored(precision, processor) == dtype

@@ -104,7 +104,7 @@ class Assembly:
             layouts, after = joined([first.layout, second.layout, out], after, lead)
             first, second = replace(first, layout=layouts[0]), replace(second, layout=layouts[1])
             out = layouts[2]
-        product = Product(depth, first, second, out, after, tile, row_axes)
+        product = Product(depth, first, second, out, after, tile, profile.stored, row_axes)
         return self.add(product, arguments.bases, written)
 
 

@@ -2,9 +2,10 @@
 
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded, scaled
+from attnrewrite.targets.tvm.schedules.cpu.matmul_int8 import is_of_integers
 from attnrewrite.targets.tvm.schedules.expression import factored
 from attnrewrite.targets.tvm.schedules.graph import is_float, shape
-from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile
 from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
 from attnrewrite.targets.tvm.schedules.trace import operand, scaled_view, trace
 
@@ -19,6 +20,8 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
         return Refusal("dtype", "multiplies what is not float32")
     if min(len(shape(argument)) for argument in node.args) < 2:
         return Refusal("vector", "multiplies by a vector")
+    if is_of_integers(call.graph, node):
+        profile = profile.storing(FLOAT32)  # float16 holds few sums of integers
     *batch, rows, columns = shape(traced.anchor)
     depth = shape(node.args[0])[-1]
     left, factor, scaling = scaled_view(call.graph, node.args[0])

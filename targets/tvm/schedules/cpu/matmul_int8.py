@@ -52,6 +52,12 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     return assembly.kernel()
 
 
+def is_of_integers(graph: Graph, product: Any) -> bool:
+    """Whether a product is one of this rule's, for which a processor may have no instructions."""
+    left, right = product.args
+    return _weights(graph, right) is not None and _rounded(graph, left) is not None
+
+
 def _weights(graph: Graph, expression: Any) -> np.ndarray | None:
     """A constant matrix of integers of eight bits."""
     found = graph.constant(expression)

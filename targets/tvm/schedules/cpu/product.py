@@ -28,7 +28,7 @@ class Product:
 
     `left` has any strides; `right` is packed, or gathered, or a load whose columns are neighbours. `out` and the
     epilogue's loads have the shape [outer..., rows..., columns], of which `row_axes` make the rows: those of windows of
-    an image, say, are many axes, and too few on each for a tile.
+    an image, say, are many axes, and too few on each for a tile. Products are of the type `stored`.
     """
 
     depth: int
@@ -37,11 +37,12 @@ class Product:
     out: Layout
     epilogue: Expression
     tile: Tile
+    stored: str
     row_axes: int = 1
     name: str = "product"
 
     def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
-        return function(arguments, lambda *buffers: _Writer(self, buffers, profile).write())
+        return function(arguments, lambda *buffers: _Writer(self, buffers, profile.storing(self.stored)).write())
 
 
 class _Writer:
