@@ -1,7 +1,7 @@
 """A compiled model measured on a device that is reached over the network, where TVM's own RPC server runs.
 
-On the device: `python -m tvm.exec.rpc_server --port 9090`, or examples/cpp/rpc_server.cc where there is no Python. Anyone
-who reaches that port can run code there: keep it to a network of your own.
+On the device: `python -m tvm.exec.rpc_server --port 9090`, or examples/cpp/rpc_server.cc where there is no Python.
+Anyone who reaches that port can run code there: keep it to a network of your own.
 """
 
 import re
