@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from attnrewrite.targets.coreml.passes.views import WIDEST
+
 Cost = Literal["leaves", "newer", "slow"]
 
 LIMITS = "ane-guide.readthedocs.io, chapter 17 (measured on an M1)"
@@ -19,7 +21,6 @@ APPLE = "Apple, Deploying Transformers on the Apple Neural Engine, 2022"
 PLANS = "compute plans of published Whisper packages (mlcomputeplan.json): supported on the CPU alone"
 HOLLANCE = "hollance/neural-engine, docs/unsupported-layers.md"
 
-WIDEST = 16384
 HALF = 2  # bytes of a float16 value
 PADDED = 32  # float16 values in the 64 bytes that a last axis is padded to
 TILE = 2**21  # bytes of on-chip memory

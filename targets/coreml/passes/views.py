@@ -18,6 +18,7 @@ from attnrewrite.targets.coreml.operators import movement
 
 MOVES = ("reshape", "transpose", "squeeze", "expand_dims", "slice_by_index", "split", "identity")
 RANK = 5  # Core ML's most
+WIDEST = 16384  # that the Neural Engine takes as a height or a width
 Var = Any  # coremltools' variable
 
 
@@ -180,14 +181,30 @@ def _sliced(places: Sequence[_Range], base: Var, before: Any) -> Var:
     own = _box(marked.reshape(base.shape))
     if own is not None:
         return _cut(base, own, before)
-    joined: list[_Range] = []  # an axis kept whole belongs to the one before it
+    joined = _joined(places)
+    narrow = [part for each in joined for part in _narrow(each)]
+    joined = narrow if len(narrow) <= RANK else joined
+    return _cut(reshaped(base, [each.whole for each in joined], before), joined, before)
+
+
+def _joined(places: Sequence[_Range]) -> list[_Range]:
+    """The same part of fewer axes: one that is kept whole belongs to the one before it."""
+    joined: list[_Range] = []
     for each in places:
         if joined and each.size == each.whole:
             last = joined[-1]
             joined[-1] = _Range(last.whole * each.whole, last.begin * each.whole, last.size * each.whole)
         else:
             joined.append(each)
-    return _cut(reshaped(base, [each.whole for each in joined], before), joined, before)
+    return joined
+
+
+def _narrow(place: _Range) -> list[_Range]:
+    """The same part of two axes that the engine takes, where one is too long for it and steps by whole rows."""
+    row = math.gcd(place.whole, place.begin, place.size)
+    if place.whole <= WIDEST or not place.whole // WIDEST < row <= WIDEST:
+        return [place]
+    return [_Range(place.whole // row, place.begin // row, place.size // row), _Range(row, 0, row)]
 
 
 def _box(marked: np.ndarray) -> list[_Range] | None:
