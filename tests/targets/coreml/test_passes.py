@@ -87,6 +87,12 @@ def test_any_chain_of_movement_is_one_view_written_with_five_axes(chain: Any) ->
     assert count["transpose"] <= max(1, sum(kind == "transpose" for kind, _ in steps))
 
 
+def test_a_long_axis_cut_by_whole_rows_is_cut_as_two() -> None:
+    steps = [("reshape", [1, 288, 64, 49]), ("slice", (1, 96, 96)), ("reshape", [1, 6144, 49]), ("slice", (2, 3, 1))]
+    _, made = edited(merge_moves.apply, lambda x: mb.relu(x=moved(mb.abs(x=x), steps)), 1, 288, 1, 3136)
+    assert all(size <= views.WIDEST for op in made.functions["main"].operations for size in op.outputs[0].shape[-2:])
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.permutations(range(7)))
 def test_seven_axes_in_any_order_take_five_at_most(order: list[int]) -> None:
