@@ -28,6 +28,7 @@ from attnrewrite.targets.record import Decision
 from attnrewrite.targets.runners.qemu import LIBRARIES, Packages
 from attnrewrite.targets.tvm.schedules.precision import FP32, stored
 from attnrewrite.targets.tvm.schedules.profile import profile as cpu_profile
+from attnrewrite.targets.tvm.schedules.profile import require_llvm
 
 CPU_SCHEDULE = "attnrewrite CPU schedules"
 DEFAULT_SCHEDULE = "TVM's default pipeline"
@@ -126,7 +127,7 @@ def _compiled(
     """A module compiled with our schedules, which store `dtype`, and the weights that `apart` took out of it."""
     from attnrewrite.targets.tvm.schedules.cpu import pipeline
 
-    _require_llvm()
+    require_llvm()
     processor = cpu_profile(core).under(system).storing(dtype)
     try:
         scheduled = pipeline.schedule(relax_module, processor)
@@ -253,13 +254,6 @@ def _main(compiled: Any, threads: int) -> Any:
 
 def _host_compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-
-
-def _require_llvm() -> None:
-    import tvm
-
-    if tvm.get_global_func("target.build.llvm", allow_missing=True) is None:
-        raise InputError("this TVM was built without LLVM: install the one of pip install 'attnrewrite[tvm]'")
 
 
 def _global(name: str) -> Any:

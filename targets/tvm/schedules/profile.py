@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from attnrewrite.errors import unknown_name
+from attnrewrite.errors import InputError, unknown_name
 
 HOST = "host"
 FLOAT32, FLOAT16 = "float32", "float16"
@@ -133,15 +133,27 @@ def profile(name: str) -> Profile:
 
 
 def host() -> Profile:
-    """This machine's processor, as LLVM sees it: its name and the features that are on; a hypervisor may mask some."""
+    """This machine's processor, as LLVM sees it: its name and the features that are on; a hypervisor may mask some.
+
+    InputError where TVM has no LLVM.
+    """
     import tvm
 
+    require_llvm()
     features = tvm.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
     found = {str(feature) for feature, on in features.items() if on}
     mattr = [f"{'+' if on else '-'}{feature}" for feature, on in sorted(features.items())]
     target = {"kind": "llvm", "mcpu": tvm.get_global_func("tvm.codegen.llvm.GetHostCPUName")(), "mattr": mattr}
     isa = next(name for name, table in _tables()["isa"].items() if set(table["needs"]) <= found)
     return _profile(HOST, isa, target, **_tables()["host"])
+
+
+def require_llvm() -> None:
+    """Do nothing where this TVM compiles for processors. Raises InputError where it does not."""
+    import tvm
+
+    if tvm.get_global_func("target.build.llvm", allow_missing=True) is None:
+        raise InputError("this TVM was built without LLVM: install the one of pip install 'attnrewrite[tvm]'")
 
 
 def _profile(name: str, isa: str, target: Mapping[str, Any], l1: int, l2: int) -> Profile:
