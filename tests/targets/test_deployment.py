@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cpp_examples import linked
+from cpp_examples import arm_libraries, linked
 from tiny_vits import tiny_vit
 from torch import nn
 
 import attnrewrite as ar
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.targets.base import get_target
-from attnrewrite.targets.runners import programs, qemu
+from attnrewrite.targets.runners import qemu
 from attnrewrite.targets.tvm import compat as tvm_compat
 
 CLASSIFY = "classify.cc"
@@ -55,14 +54,11 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path, 
 
 @pytest.fixture(scope="module")
 def on_arm(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path, Program]:
+    parent = tmp_path_factory.mktemp("arm")
+    libraries = arm_libraries(parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTNREWRITE_OFFLINE", "1")
-        try:
-            runtime = qemu.runtime(tvm_compat.runtime_packages())
-        except programs.Unavailable as reason:
-            pytest.skip(str(reason))
-        model, folder = lowered("arm-cpu", tmp_path_factory.mktemp("arm") / "out", cpu="cortex-a55")
-    libraries = [shutil.copy(runtime / Path(name).name, folder.parent) for name in qemu.LIBRARIES]
+        model, folder = lowered("arm-cpu", parent / "out", cpu="cortex-a55")
     command = qemu.emulated(linked(qemu.CROSS_COMPILER, CLASSIFY, folder.parent, *libraries))
     return model, folder, lambda *given: run(command, *given)
 

@@ -1,7 +1,6 @@
 """The RPC server of the examples, for devices without Python: here, and for ARM under qemu."""
 
 import os
-import shutil
 import socket
 import struct
 import subprocess
@@ -11,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpp_examples import linked
+from cpp_examples import arm_libraries, linked
 from tiny_vits import tiny_vit
 
 import attnrewrite as ar
 from attnrewrite.targets.base import get_target
 from attnrewrite.targets.prepare import reference
-from attnrewrite.targets.runners import programs, qemu
+from attnrewrite.targets.runners import qemu
 
 pytest.importorskip("tvm")
 
@@ -37,14 +36,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def on_arm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command that starts it as an ARM program."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATTNREWRITE_OFFLINE", "1")
-        try:
-            runtime = qemu.runtime(tvm_compat.runtime_packages())
-        except programs.Unavailable as reason:
-            pytest.skip(str(reason))
     folder = tmp_path_factory.mktemp("arm")
-    libraries = [shutil.copy(runtime / Path(name).name, folder) for name in qemu.LIBRARIES]
+    libraries = arm_libraries(folder)
     return qemu.emulated(linked(qemu.CROSS_COMPILER, SERVER, folder, *libraries))
 
 

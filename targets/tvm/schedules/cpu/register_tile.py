@@ -16,7 +16,7 @@ from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
 TURNS = 2  # loads of multipliers in a turn of the loop
 IN_A_ROW = 64  # products summed in float16 before the sum is added to one in float32
-LOADS_HIDDEN = 16  # for one that is not
+LOADS_HIDDEN = 16  # of so many loads beside multiply-adds, one is reckoned to cost a cycle
 LATENCY = 8  # multiply-adds that a core has in flight: fewer sums leave it waiting
 
 
