@@ -101,7 +101,7 @@ class _Writer:
             tirx.min(attention.block, self.panels - block * attention.block) if self.blocks > 1 else self.panels
         ) as step:
             panel = block * attention.block + step
-            tile = RegisterTile(self.rows, self.width, self.profile)
+            tile = RegisterTile(self.rows, pieces(self.width, self.profile.stored_lanes), self.profile)
             tile.multiply(
                 self.depth,
                 lambda i, k, n: self.read(attention.query, (*z, query + i, k), n),
@@ -228,7 +228,7 @@ class _State:
     def part(self, z: Sequence[Position], channel: Position, wide: int, key: Any, depth: int, keep: Any) -> None:
         """The product for `wide` channels from `channel` on. No two parts share a channel, as sums are added to."""
         writer = self.writer
-        tile = RegisterTile(writer.rows, wide, writer.profile)
+        tile = RegisterTile(writer.rows, pieces(wide, writer.profile.stored_lanes), writer.profile)
         tile.multiply(
             depth,
             lambda i, k, n: vectors.load(self.powers, i * writer.length + k, n, dtype=writer.profile.stored),

@@ -11,7 +11,7 @@ from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, prefetch, steps, when
 from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, spread
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile
-from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
+from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, covering
 from attnrewrite.targets.tvm.schedules.expression import Expression, Load
 from attnrewrite.targets.tvm.schedules.profile import SIZES, Profile, Tile
 from attnrewrite.targets.tvm.schedules.rule import Argument
@@ -78,7 +78,7 @@ class _Writer:
 
     def tile(self, z: Sequence[Position], panel: Position, row: Position, column: Position, right: Row) -> None:
         """The sums of one tile, and what follows them."""
-        tile = RegisterTile(self.high, self.wide, self.profile)
+        tile = RegisterTile(self.high, covering(self.wide, self.profile.stored_lanes), self.profile)
         left = self.product.left
         begins = [vectors.name(address(left.layout, (*z, *self.at(row + i), 0))) for i in range(self.high)]
         along_depth = left.layout.strides[-1]
@@ -96,7 +96,7 @@ class _Writer:
 
         def store(width: int) -> None:
             with steps(self.high) as i:
-                for begin, lanes in pieces(width, 2 * self.profile.lanes):
+                for begin, lanes in covering(width, self.profile.lanes):
                     value = vectors.load(sums, i * self.wide + begin, lanes)
                     self.store((*z, *self.at(row + i), column + begin), lanes, value)
 

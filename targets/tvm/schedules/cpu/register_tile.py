@@ -3,6 +3,7 @@
 Step by step through the depth, a column of the left operand is multiplied with a row of vectors of the right one.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import scratch, steps
-from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
+from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile, Tile
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
@@ -44,16 +45,18 @@ def panels(argument: int, outer: Sequence[int], depth: int, columns: int, width:
 
 
 class RegisterTile:
-    """`rows` x `columns` sums. The columns are vectors, with narrower ones at the end where no full one fits.
+    """Sums of `rows` x the columns of `pieces`, vectors (first column, lanes) that may share columns.
 
     Products are of the profile's stored type. Where that is float16, so are the sums in registers, of so many products
     at a time that rounding them costs little (IN_A_ROW), and the sums of those sums are of float32.
     """
 
-    def __init__(self, rows: int, columns: int, profile: Profile) -> None:
-        self.rows, self.columns, self.lanes, self.dtype = rows, columns, profile.stored_lanes, profile.stored
-        self.vectors = pieces(columns, self.lanes)
-        self.sums = scratch(rows * columns, self.dtype)
+    def __init__(self, rows: int, pieces: Sequence[tuple[int, int]], profile: Profile) -> None:
+        self.rows, self.pieces, self.lanes, self.dtype = rows, pieces, profile.stored_lanes, profile.stored
+        ends = list(itertools.accumulate(lanes for _, lanes in pieces))
+        self.columns = ends[-1]  # of sums, where shared ones count twice
+        self.vectors = [(end - lanes, lanes) for end, (_, lanes) in zip(ends, pieces, strict=True)]
+        self.sums = scratch(rows * self.columns, self.dtype)
         self.total = self.sums
 
     def value(self, row: int, begin: int, lanes: int) -> Value:
@@ -61,10 +64,11 @@ class RegisterTile:
 
     def spilled(self) -> Any:
         """The sums in memory: a loop over rows can read them there, where registers have no number."""
-        memory = scratch(self.rows * self.columns)
+        wide = sum(self.pieces[-1])
+        memory = scratch(self.rows * wide)
         for row in range(self.rows):
-            for begin, lanes in self.vectors:
-                vectors.store(memory, row * self.columns + begin, self.value(row, begin, lanes), lanes)
+            for (column, lanes), (begin, _) in zip(self.pieces, self.vectors, strict=True):
+                vectors.store(memory, row * wide + column, self.value(row, begin, lanes), lanes)
         return memory
 
     def _clear(self, sums: Any) -> None:
@@ -74,7 +78,7 @@ class RegisterTile:
 
     def add(self, multipliers: Sequence[Value], multiplicands: Callable[[int, int], Value]) -> None:
         """One step: `multipliers` are a number for each row, `multiplicands(begin, lanes)` a vector of the row."""
-        loaded = [vectors.name(multiplicands(begin, lanes)) for begin, lanes in self.vectors]
+        loaded = [vectors.name(multiplicands(column, lanes)) for column, lanes in self.pieces]
         for row, multiplier in enumerate(multipliers):
             for (begin, lanes), vector in zip(self.vectors, loaded, strict=True):
                 product = vectors.splat(multiplier, lanes) * vector

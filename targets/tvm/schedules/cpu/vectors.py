@@ -42,6 +42,7 @@ TANH_NEAR = (
     *(0.02063172310590744, -0.005697345826774836),
 )  # tanh(x) = x + x^3 p(x^2) below 0.625
 TANH_SPLIT = 0.625
+MOST_APART = 4  # places between neighbours of a vector: farther ones are loaded one by one
 
 
 def splat(value: Value | float, lanes: int, dtype: str = FLOAT32) -> Value:
@@ -58,7 +59,20 @@ def load(buffer: Any, at: Position, lanes: int, stride: int = 1, dtype: str = FL
     """`lanes` numbers from `at` on, `stride` apart, as `dtype`; the same one in every lane where `stride` is 0."""
     if lanes == 1 or stride == 0:
         return splat(as_type(buffer[at], dtype), lanes)
+    if 1 < stride <= MOST_APART:
+        return as_type(_shuffled(buffer, at, lanes, stride), dtype)
     return as_type(tirx.BufferLoad(buffer, [tirx.Ramp(at, stride, lanes)]), dtype)
+
+
+def _shuffled(buffer: Any, at: Position, lanes: int, stride: int) -> Value:
+    """Numbers that lie a little apart, out of whole vectors that end where the last of them does."""
+    reach = (lanes - 1) * stride + 1
+    begins = [min(part * lanes, reach - lanes) for part in range(stride)]
+    places = [number * stride for number in range(lanes)]
+    parts = [min(place // lanes, stride - 1) for place in places]
+    whole = [tirx.BufferLoad(buffer, [tirx.Ramp(at + begin, 1, lanes)]) for begin in begins]
+    chosen = [part * lanes + place - begins[part] for part, place in zip(parts, places, strict=True)]
+    return tirx.Shuffle(whole, chosen)
 
 
 def as_type(value: Value, dtype: str) -> Value:
@@ -221,6 +235,14 @@ def pieces(length: int, lanes: int) -> list[tuple[int, int]]:
         found.append((begin, width))
         begin += width
     return found
+
+
+def covering(length: int, lanes: int) -> list[tuple[int, int]]:
+    """`length` numbers as the fewest vectors (begin, lanes) of one width, the last of which may share some with the one
+    before: not for sums that are added to, but nothing is left that a compiler would take for scalars.
+    """
+    width = min(lanes, 1 << length.bit_length() - 1)
+    return [(min(begin, length - width), width) for begin in range(0, length, width)]
 
 
 def _like(dtype: str, lanes: int) -> str:
