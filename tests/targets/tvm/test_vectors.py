@@ -1,4 +1,4 @@
-"""Arithmetic and loads on vectors, compiled for this machine."""
+"""Arithmetic and loads on vectors, compiled for this machine; how rows of numbers are cut into them."""
 
 from collections.abc import Callable
 
@@ -12,6 +12,8 @@ from kernels import HOST, Shape, erf
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import best_bands
+from attnrewrite.targets.tvm.schedules.profile import cores, profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 
 
@@ -68,3 +70,15 @@ def test_vectors_of_one_width_cover_a_row(lanes: int) -> None:
         assert {width for _, width in found} == {found[0][1]}
         assert len(found) == -(-length // found[0][1])
         assert found[0][1] == lanes or found[0][1] * 2 > length
+
+
+@pytest.mark.parametrize("core", cores())
+def test_bands_hold_every_column_and_whole_vectors(core: str) -> None:
+    processor = profile(core)
+    for columns in range(1, 300):
+        bands = best_bands(processor, 64, columns)
+        assert {place for band in bands for place in range(band.first, band.first + band.columns)} == set(
+            range(columns)
+        )
+        assert all(band.columns >= min(columns, processor.lanes) for band in bands)
+    assert len(best_bands(processor, 64, 16 * 48)) == 1

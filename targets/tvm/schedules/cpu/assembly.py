@@ -11,7 +11,7 @@ from attnrewrite.targets.tvm.schedules.cpu.elementwise import copying
 from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, gathered
 from attnrewrite.targets.tvm.schedules.cpu.packing import Pack, packed, rounded
 from attnrewrite.targets.tvm.schedules.cpu.product import Product
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, best_tile, panel_shape, panels
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import Band, Panels, best_bands, best_tile, panel_shape, panels
 from attnrewrite.targets.tvm.schedules.expression import (
     Apply,
     Arguments,
@@ -92,19 +92,22 @@ class Assembly:
             (left_layout, out), after = joined([first.layout, out], after, lead + 1)
             first = replace(first, layout=left_layout)
         row_axes = 1 if batch else len(out.shape) - 1
-        tile = best_tile(profile, math.prod(out.shape[-1 - row_axes : -1]), columns)
+        rows = math.prod(out.shape[-1 - row_axes : -1])
+        bands = best_bands(profile, rows, columns)
         second: Load | Panels | Gathered
         if isinstance(right, Leaf) and len(right.view.layout.shape) > len(batch) + 2:
             second = gathered(arguments.load(right.view), len(batch), depth)
         elif isinstance(right, Leaf) and has_rows(right.view):
             second = arguments.load(right.view)
         else:
+            tile = best_tile(profile, rows, columns)
+            bands = (Band(0, columns, tile),)
             second = self.pack(right, batch, columns, depth, tile, arguments, profile)
         if batch:
             layouts, after = joined([first.layout, second.layout, out], after, lead)
             first, second = replace(first, layout=layouts[0]), replace(second, layout=layouts[1])
             out = layouts[2]
-        product = Product(depth, first, second, out, after, tile, profile.stored, row_axes)
+        product = Product(depth, first, second, out, after, bands, profile.stored, row_axes)
         return self.add(product, arguments.bases, written)
 
 

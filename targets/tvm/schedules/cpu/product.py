@@ -10,10 +10,10 @@ from tvm import tirx
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, prefetch, steps, when
 from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, spread
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import Band, Panels, RegisterTile
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, covering
 from attnrewrite.targets.tvm.schedules.expression import Expression, Load
-from attnrewrite.targets.tvm.schedules.profile import SIZES, Profile, Tile
+from attnrewrite.targets.tvm.schedules.profile import SIZES, Profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout
 
@@ -26,9 +26,10 @@ Row = Callable[[Position, int, int], Value]  # of a right operand: its number, t
 class Product:
     """out[z, m, n] = epilogue(sum_k left[z, m, k] right[z, k, n]).
 
-    `left` has any strides; `right` is packed, or gathered, or a load whose columns are neighbours. `out` and the
-    epilogue's loads have the shape [outer..., rows..., columns], of which `row_axes` make the rows: those of windows of
-    an image, say, are many axes, and too few on each for a tile. Products are of the type `stored`.
+    `left` has any strides; `right` is packed, or gathered, or a load whose columns are neighbours. `bands` are the
+    columns, all in one where they are packed. `out` and the epilogue's loads have the shape [outer..., rows...,
+    columns], of which `row_axes` make the rows: those of windows of an image, say, are many axes, and too few on each
+    for a tile. Products are of the type `stored`.
     """
 
     depth: int
@@ -36,28 +37,30 @@ class Product:
     right: Load | Panels | Gathered
     out: Layout
     epilogue: Expression
-    tile: Tile
+    bands: tuple[Band, ...]
     stored: str
     row_axes: int = 1
     name: str = "product"
 
     def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
-        return function(arguments, lambda *buffers: _Writer(self, buffers, profile.storing(self.stored)).write())
+        def body(*buffers: Any) -> None:
+            for band in self.bands:
+                _Writer(self, band, buffers, profile.storing(self.stored)).write()
+
+        return function(arguments, body)
 
 
 class _Writer:
-    """The statements of one product."""
+    """The statements of one product for a band of its columns."""
 
-    def __init__(self, product: Product, buffers: Sequence[Any], profile: Profile) -> None:
-        self.product, self.buffers, self.profile = product, buffers, profile
+    def __init__(self, product: Product, band: Band, buffers: Sequence[Any], profile: Profile) -> None:
+        self.product, self.band, self.buffers, self.profile = product, band, buffers, profile
         lead = len(product.out.shape) - 1 - product.row_axes
         self.outer, self.row_shape = product.out.shape[:lead], product.out.shape[lead:-1]
-        self.rows, self.columns = math.prod(self.row_shape), product.out.shape[-1]
-        self.high = product.tile.rows
+        self.rows, self.columns = math.prod(self.row_shape), band.columns
+        self.high = band.tile.rows
         packed = isinstance(product.right, Panels)
-        self.wide = (
-            product.right.width if isinstance(product.right, Panels) else min(product.tile.columns, self.columns)
-        )
+        self.wide = product.right.width if isinstance(product.right, Panels) else min(band.tile.columns, self.columns)
         self.across = -(-self.columns // self.wide)
         self.down = -(-self.rows // self.high)
         # A panel of weights stays in the cache while all rows go by; the parts of the rows are for more threads.
@@ -67,7 +70,7 @@ class _Writer:
         self.narrow = self.columns % self.wide if packed else 0
 
     def write(self) -> None:
-        work = self.product.out.size * self.product.depth
+        work = math.prod(self.outer) * self.rows * self.columns * self.product.depth
         with each((*self.outer, self.across, self.parts), work) as (*z, panel, part):
             column, right = self.right(z, panel)
             with steps(self.per_part) as step:
@@ -127,7 +130,7 @@ class _Writer:
 
         if isinstance(right, Panels):
             return column, packed
-        column = vectors.name(tirx.min(column, self.columns - self.wide))
+        column = vectors.name(self.band.first + tirx.min(column, self.columns - self.wide))
         if isinstance(right, Gathered):
             copy = right.panel(self.buffers, z, column, self.wide, self.profile)
             return column, held

@@ -36,6 +36,15 @@ class Panels:
         return self.layout.shape[-1]
 
 
+@dataclass(frozen=True)
+class Band:
+    """Neighbouring columns of a product that tiles of one kind go over."""
+
+    first: int
+    columns: int
+    tile: Tile
+
+
 def panel_shape(outer: Sequence[int], depth: int, columns: int, width: int) -> Shape:
     return (*outer, -(-columns // width), depth, width)
 
@@ -155,11 +164,26 @@ def best_tile(profile: Profile, rows: int, columns: int) -> Tile:
     return best_tiles(profile, rows, (columns, 1))[0]
 
 
+def best_bands(profile: Profile, rows: int, columns: int) -> tuple[Band, ...]:
+    """The columns of a product as what full tiles take and, where that is done in fewer cycles, a rest with its own."""
+
+    def cut(first: int) -> tuple[Band, ...]:
+        # Less than a vector costs as much as one: a rest that is less shares columns with what is before it.
+        rest = max(columns - first, min(columns, profile.stored_lanes)) if first < columns else 0
+        parts = ((0, first), (columns - rest, rest))
+        return tuple(Band(begin, count, best_tile(profile, rows, count)) for begin, count in parts if count)
+
+    def cycles(bands: Sequence[Band]) -> float:
+        return sum(_cycles(profile, band.tile, rows, band.columns) for band in bands)
+
+    return min(map(cut, {0} | {columns - columns % tile.columns for tile in profile.tiles}), key=cycles)
+
+
 def best_tiles(profile: Profile, rows: int, *products: tuple[int, int]) -> tuple[Tile, ...]:
     """The tiles, all of as many rows, that do products of so many (columns, depth) in the fewest cycles together."""
 
     def cycles(tile: Tile, columns: int, depth: int) -> float:
-        return math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns) * depth * _step(profile, tile)
+        return depth * _cycles(profile, tile, rows, columns)
 
     def choice(high: int) -> tuple[float, tuple[Tile, ...]]:
         cut = [Tile(high, tile.columns) for tile in profile.tiles if tile.rows >= high]
@@ -168,6 +192,11 @@ def best_tiles(profile: Profile, rows: int, *products: tuple[int, int]) -> tuple
 
     highest = min(rows, max(tile.rows for tile in profile.tiles))
     return min(map(choice, range(highest, 0, -1)), key=lambda found: found[0])[1]
+
+
+def _cycles(profile: Profile, tile: Tile, rows: int, columns: int) -> float:
+    """Cycles of a product of depth 1."""
+    return math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns) * _step(profile, tile)
 
 
 def _step(profile: Profile, tile: Tile) -> float:
