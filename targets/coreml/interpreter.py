@@ -9,7 +9,9 @@ float16 storage and its overflows are seen. How a device accumulates inside an o
 program that coremltools holds in memory (`ct.convert(..., convert_to="milinternal")`) is taken as well.
 """
 
+import json
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,22 +79,50 @@ def load(package: Path) -> Any:
     """The program inside a saved `.mlpackage`.
 
     Raises:
-        InputError: coremltools cannot read it: it is damaged, or holds no program.
+        InputError: coremltools cannot read it: it is damaged, or holds no program; or it reaches out of its folder.
     """
     import coremltools as ct
     from coremltools.converters.mil.frontend.milproto.load import load as load_program
 
+    _require_of_its_own(package)
     try:
         model = ct.models.MLModel(str(package), skip_model_load=True)
         spec = model.get_spec()
-        program = load_program(spec, spec.specificationVersion, model.weights_dir)
+        held = spec.WhichOneof("Type")
+        program = None if held != "mlProgram" else load_program(spec, spec.specificationVersion, model.weights_dir)
     except Exception as error:  # coremltools raises what its parts raise
         raise InputError(
             f"{package} cannot be read as a Core ML program ({first_line(error)}): fetch it again"
         ) from error
+    if program is None:
+        raise InputError(
+            f"{package} holds {held or 'no model'}, not an ML program: convert its model anew with "
+            'ct.convert(..., convert_to="mlprogram")'
+        )
     if "main" not in program.functions:
         raise InputError(f"{package} has no function main, only {', '.join(program.functions) or 'none'}")
     return program
+
+
+def _require_of_its_own(package: Path) -> None:
+    """Raise InputError where the package names or holds what lies elsewhere, or what is no file: a pipe never ends."""
+    home = package.resolve()
+    for path in (*package.rglob("*"), *_named(package)):
+        lies = os.path.realpath(path)  # a ring of links is left to coremltools, where Path.resolve would raise
+        if not Path(lies).is_relative_to(home):
+            raise InputError(f"{package} reaches for {lies}, which is outside of it: do not trust it")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InputError(f"{path} is neither a file nor a folder: fetch the package again")
+
+
+def _named(package: Path) -> Iterator[Path]:
+    """What the package's manifest names, where it can be read: where it cannot, coremltools says so."""
+    manifest = package / "Manifest.json"
+    try:
+        entries = json.loads(manifest.read_bytes())["itemInfoEntries"].values() if manifest.is_file() else ()
+        yield from [package / "Data" / entry["path"] for entry in entries if "\0" not in entry["path"]]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return
 
 
 @torch.inference_mode()

@@ -72,12 +72,14 @@ def _require_plain(source: Path, program: Any) -> None:
     description, main = model.get_spec().description, program.functions["main"]
     kinds = {each.type.WhichOneof("Type") for each in description.input} - {"multiArrayType"}
     targets = {getattr(ct.target, name) for name in package.MINIMUMS}
+    open_shapes = {each.type.multiArrayType.WhichOneof("ShapeFlexibility") for each in description.input} - {None}
     found = (
         (len(program.functions) > 1, "has several functions"),
         (main.opset_version not in targets, f"is for systems before {package.MINIMUMS[0]}"),
         (bool(kinds), f"takes what is no array ({', '.join(sorted(map(str, kinds)))})"),
         (bool(description.predictedFeatureName), "answers with names of classes"),
         (bool(getattr(description, "state", ())), "keeps a state"),
+        (bool(open_shapes), "takes several shapes"),
         (not all(isinstance(size, int) for each in main.inputs.values() for size in each.shape), "has open shapes"),
         (any(each.op_type.startswith("constexpr_") for each in main.operations), "has compressed weights"),
     )

@@ -79,12 +79,23 @@ def picture(tmp_path: Path) -> Path:
     return tmp_path / "picture.mlpackage"
 
 
+def flexible(tmp_path: Path) -> Path:
+    opset = ct.target.iOS17
+    program = mb.program(input_specs=[mb.TensorSpec(shape=(1, 4))], opset_version=opset)(lambda x: mb.relu(x=x))
+    model = ct.convert(program, minimum_deployment_target=opset, skip_model_load=True)
+    spec = model.get_spec()
+    spec.description.input[0].type.multiArrayType.shapeRange.sizeRanges.add().upperBound = 8
+    ct.models.MLModel(spec, weights_dir=model.weights_dir, skip_model_load=True).save(str(tmp_path / "some.mlpackage"))
+    return tmp_path / "some.mlpackage"
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (compressed, "has compressed weights"),
         (older, "is for systems before iOS17"),
         (picture, r"takes what is no array \(imageType\)"),
+        (flexible, "takes several shapes"),
     ],
 )
 def test_what_would_be_lost_is_refused(make: Callable[[Path], Path], why: str, tmp_path: Path) -> None:
