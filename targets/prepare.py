@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.base import Pipeline
+from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.decompositions import Decompose, either
 from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.fold_constants import FoldConstants
@@ -109,7 +110,7 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
     # The fused encoder-layer operator of nn.TransformerEncoder is one that no importer knows.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad():  # some operators have no gradient on every processor
+        with torch.no_grad(), without_torch_logs():  # some operators have no gradient on every processor
             return forget_history(torch.export.export(module, example_inputs))
     except GuardOnDataDependentSymNode as error:
         raise InputError(
