@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from attnrewrite.targets.coreml.passes.narrow_kernels import WIDEST_KERNEL
 from attnrewrite.targets.coreml.passes.views import WIDEST
 
 Cost = Literal["leaves", "newer", "slow"]
@@ -29,6 +30,7 @@ _NO_PATH = (
     "mod", "logical_and", "logical_or", "logical_xor", "reduce_prod", "scatter", "scatter_along_axis", "scatter_nd",
     "one_hot", "band_part", "shape", "non_zero", "lstm", "gru", "rnn", "cond", "while_loop",
 )  # fmt: skip
+_CONVOLUTIONS = ("conv", "conv_quantized", "conv_transpose")
 _ON_CPU = ("gather", "gather_along_axis", "gather_nd", "topk")
 _FROM_A14 = ("resize", "resize_bilinear", "resize_nearest_neighbor", "upsample_bilinear", "upsample_nearest_neighbor")
 _FROM_A15 = ("sin", "cos")
@@ -97,6 +99,10 @@ def _tiny_epsilon(operation: Any) -> bool:
     return epsilon is not None and epsilon.val is not None and 0 <= float(epsilon.val) < SMALLEST
 
 
+def _wide_kernel(operation: Any) -> bool:
+    return operation.op_type in _CONVOLUTIONS and _size(operation.inputs["weight"].shape[-1]) > WIDEST_KERNEL
+
+
 def _mostly_padding(operation: Any) -> bool:
     def rows(shape: Sequence[Any]) -> int:
         return math.prod(map(_size, shape[:-1])) if len(shape) > 1 and 0 < _size(shape[-1]) <= PADDED // 2 else 0
@@ -138,6 +144,14 @@ RULES = (
         LIMITS,
         "leaves",
         lambda operation: any(_size(size) > WIDEST for each in _tensors(operation) for size in each.shape[-2:]),
+    ),
+    Rule(
+        "kernel-width",
+        f"a convolution kernel wider than {WIDEST_KERNEL}",
+        "wider ones are rejected: a sum of narrower ones stays",
+        LIMITS,
+        "leaves",
+        _wide_kernel,
     ),
     Rule(
         "no-path",

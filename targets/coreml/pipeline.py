@@ -15,6 +15,7 @@ from attnrewrite.targets.coreml.passes import (
     masks_in_half,
     merge_axes,
     merge_moves,
+    narrow_kernels,
     sums_of_stacks,
     transposes_down,
     views,
@@ -68,6 +69,7 @@ ENGINE = (
         "what is left is between operators that no layout has: other forms' products, sums and norms by head",
     ),
     MilPass("merge_moves", merge_moves.apply, SETTLED, "what is left of the movement, in as few steps as it takes"),
+    MilPass("narrow_kernels", narrow_kernels.apply, SETTLED, "the others look for whole convolutions"),
 )  # fmt: skip
 LAYOUTS = {"engine": (*NEEDED, *ENGINE), "as-is": NEEDED}
 

@@ -44,6 +44,10 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: of((1, 16385), lambda x: mb.relu(x=x)),
         lambda: of((1, 16384), lambda x: mb.relu(x=x)),
     ),
+    "kernel-width": (
+        lambda: of((1, 8, 32, 64), lambda x: mb.conv(x=x, weight=weight(8, 8, 1, 14))),
+        lambda: of((1, 8, 32, 64), lambda x: mb.conv(x=x, weight=weight(8, 8, 14, 13))),
+    ),
     "no-path": (
         lambda: of((1, 64), lambda x: mb.band_part(x=x, lower=1, upper=1)),
         lambda: of((1, 64), lambda x: mb.relu(x=x)),

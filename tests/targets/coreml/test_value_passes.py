@@ -6,9 +6,9 @@ import pytest
 pytest.importorskip("coremltools", reason="coremltools is not installed")
 
 from coremltools.converters.mil.mil import Builder as mb
-from mil_programs import edited, kinds
+from mil_programs import edited, kinds, numbers
 
-from attnrewrite.targets.coreml.passes import epsilons_in_half, masks_in_half, sums_of_stacks
+from attnrewrite.targets.coreml.passes import epsilons_in_half, masks_in_half, narrow_kernels, sums_of_stacks
 
 
 @pytest.mark.parametrize(("hidden", "edits"), [(-np.inf, 1), (-1e30, 1), (-100.0, 0)])
@@ -68,3 +68,41 @@ def test_stacks_that_are_summed_are_sums(case: str) -> None:
     build = lambda x: reduced(mb.stack(values=[mb.relu(x=x), mb.exp(x=x), x], axis=0))  # noqa: E731
     done, made = edited(sums_of_stacks.apply, build, 3, 4)
     assert (done, kinds(made)["add"]) == (adds // 2, adds)
+
+
+# An input's shape and a convolution: (the widths of the kernels that it becomes, the slices before them).
+KERNELS = {
+    "patches of 16": ((1, 3, 32, 48), (5, 3, 16, 16), {"strides": (16, 16)}, [8, 8], 2),
+    "patches of 14, a bias": ((2, 3, 28, 28), (5, 3, 14, 14), {"strides": (14, 14), "bias": True}, [7, 7], 2),
+    "patches that overlap, what is left over": ((1, 2, 20, 39), (3, 2, 5, 27), {"strides": (2, 4)}, [9, 9, 9], 3),
+    "by channel, padded": ((1, 4, 9, 40), (4, 1, 3, 31), {"groups": 4, "pad": (1, 1, 15, 15)}, [11, 10, 10], 2),
+    "padded on one side": ((1, 2, 9, 20), (4, 2, 1, 15), {"pad": (0, 0, 9, 0)}, [8, 7], 1),
+    "columns that see the padding alone": ((1, 2, 9, 3), (4, 2, 1, 30), {"pad": (0, 0, 27, 0)}, [10], 0),
+    "dilated": ((1, 2, 9, 64), (4, 2, 3, 17), {"dilations": (2, 3), "bias": True}, [9, 8], 2),
+    "along one axis": ((1, 2, 64), (4, 2, 20), {"strides": (4,)}, [10, 10], 2),
+    "as wide as the engine takes": ((1, 2, 26, 26), (4, 2, 13, 13), {"strides": (13, 13)}, [13], 0),
+    "high and narrow": ((1, 2, 40, 9), (4, 2, 31, 3), {}, [3], 0),
+    "padded as coremltools would": ((1, 2, 9, 40), (4, 2, 3, 15), {"pad_type": "same"}, [15], 0),
+}
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_wide_kernels_are_sums_of_narrow_ones(case: str) -> None:
+    shape, weight, options, widths, slices = KERNELS[case]
+    given = dict(options)
+    if "pad" in given:
+        given["pad_type"] = "custom"
+    if given.pop("bias", False):
+        given["bias"] = numbers(weight[0])
+    values = numbers(*weight)
+    done, made = edited(narrow_kernels.apply, lambda x: mb.relu(x=mb.conv(x=x, weight=values, **given)), *shape)
+    found = [op.inputs["weight"].shape[-1] for op in made.functions["main"].operations if op.op_type == "conv"]
+    assert (done, found) == (int(widths != [weight[-1]]), widths)
+    assert kinds(made)["slice_by_index"] == slices
+
+
+def test_a_kernel_that_is_computed_stays() -> None:
+    build = lambda x: mb.conv(
+        x=mb.relu(x=x), weight=mb.exp(x=mb.slice_by_index(x=x, begin=[0, 0, 0, 0], end=[1, 2, 3, 15]))
+    )  # noqa: E731, E501
+    assert edited(narrow_kernels.apply, build, 1, 2, 9, 40)[0] == 0
