@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"rank correlation of converted models that stayed on the engine: {rank:.2f} ({len(pairs)} models)")
     trust = "trusted" if known.trusted else "not trusted: rows of `compare` say unavailable"
     print(f"estimates are {trust} (on families held out: error {known.error:.0%}, rank {known.ranking:.2f})")
-    print(", ".join(f"{name} {value}" for name, value in environment(1).items() if name in ("torch", "coremltools")))
+    print(", ".join(f"{name} {value}" for name, value in dict(environment(1)["versions"]).items() if name in ("torch", "coremltools")))
 
 
 if __name__ == "__main__":

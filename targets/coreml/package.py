@@ -79,6 +79,8 @@ def convert(
             return package
         except Exception as error:
             require_written(error, folder)
+            if (why := spelling.high_rank(error, program)) is not None:
+                raise InputError(f"{why}: join axes in the model, or take the operator out of it") from error
             node = spelling.culprit(error, program)
             with quiet():
                 simpler = None if node is None or node.target in tried else spelling.without(program, node)

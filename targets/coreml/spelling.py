@@ -4,6 +4,7 @@ Nothing here knows a single operator: coremltools' registry says what it lacks, 
 say it in others.
 """
 
+import re
 import traceback
 from collections.abc import Collection
 from typing import Any
@@ -121,6 +122,18 @@ def culprit(error: BaseException, program: ExportedProgram) -> fx.Node | None:
         if frame.f_code.co_name == "convert_nodes" and translated is not None:
             return next((node for node in _operators(program) if node.name == translated.name), None)
     return None
+
+
+def high_rank(error: BaseException, program: ExportedProgram) -> str | None:
+    """What has more axes than Core ML takes, where that is what coremltools raised `error` for."""
+    layer = re.search(r'rank <= (\d+)\. Layer "([^"]+)", with type "([^"]+)"', str(error))
+    if layer is None:
+        return None
+    most, name, kind = layer.groups()
+    # What coremltools makes of a node has the node's name, and more behind it where it makes several.
+    nodes = [node for node in _operators(program) if name == node.name or name.startswith(f"{node.name}_")]
+    operator = told(max(nodes, key=lambda node: len(node.name))) if nodes else f"{kind} (layer {name!r})"
+    return f"{operator} has more than the {most} axes that Core ML takes, and not in a way that fewer can say"
 
 
 def told(node: fx.Node) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attnrewrite.errors import InputError
 from attnrewrite.targets.coreml import package, spelling
-from attnrewrite.targets.prepare import specialise
+from attnrewrite.targets.prepare import canonical, specialise
 
 pytest.importorskip("coremltools", reason="coremltools is not installed")
 
@@ -62,3 +62,19 @@ def test_an_operator_that_none_can_write_out_is_named(name: str, tmp_path: Path)
     with pytest.raises(InputError, match=rf"coremltools has no operator .*{name}.* \(node '{name}'"):
         package.convert(program, tmp_path, "FLOAT32")
     assert not list(tmp_path.iterdir())
+
+
+class Cubes(nn.Module):
+    """Sums along axes in between, ten in all: no pass can merge them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        axes = x.reshape(1, 2, 2, 2, 2, 2, 2, 2, 1, 2)
+        return axes.cumsum(2).permute(0, 3, 5, 1, 2, 6, 4, 7, 8, 9).sin().cumsum(4)
+
+
+def test_more_axes_than_five_are_told_by_their_node(tmp_path: Path) -> None:
+    program = canonical(specialise(Cubes(), (torch.randn(1, 256),)))
+    why = r"^aten.* \(node '\w+'\) has more than the 5 axes that Core ML takes, .*: join axes in the model, or take"
+    with pytest.raises(InputError, match=why):
+        package.convert(program, tmp_path, "FLOAT16")
+    assert list(tmp_path.iterdir()) == []

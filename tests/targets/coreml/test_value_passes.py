@@ -1,5 +1,7 @@
 """Passes that say values otherwise, for float16 or for the layout: the result is what it was."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -102,7 +104,8 @@ def test_wide_kernels_are_sums_of_narrow_ones(case: str) -> None:
 
 
 def test_a_kernel_that_is_computed_stays() -> None:
-    build = lambda x: mb.conv(
-        x=mb.relu(x=x), weight=mb.exp(x=mb.slice_by_index(x=x, begin=[0, 0, 0, 0], end=[1, 2, 3, 15]))
-    )  # noqa: E731, E501
+    def build(x: Any) -> Any:
+        kernel = mb.exp(x=mb.slice_by_index(x=x, begin=[0, 0, 0, 0], end=[1, 2, 3, 15]))
+        return mb.conv(x=mb.relu(x=x), weight=kernel)
+
     assert edited(narrow_kernels.apply, build, 1, 2, 9, 40)[0] == 0
