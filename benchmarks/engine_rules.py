@@ -27,7 +27,7 @@ from attnrewrite.targets.coreml.pipeline import LAYOUTS
 from attnrewrite.targets.prepare import canonical, specialise
 from attnrewrite.variants.registry import BUILT_IN
 
-ORIGINAL = "softmax"
+ORIGINAL = "softmax"  # a form of the registry, too, which leaves a model as it is
 
 
 def report(module: nn.Module, inputs: tuple[Tensor, ...], layout: str) -> EngineReport:
@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="deit_tiny_patch16_224", help="a name of timm's")
     parser.add_argument("--layout", choices=LAYOUTS, default="engine")
-    forms = (ORIGINAL, *(each.name for each in BUILT_IN))
+    forms = tuple(each.name for each in BUILT_IN)
     parser.add_argument("--forms", nargs="+", choices=forms, default=forms, metavar="NAME")
     asked = parser.parse_args()
     import_torchvision()

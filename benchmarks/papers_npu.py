@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import torch
 from scipy.stats import spearmanr
@@ -20,7 +21,6 @@ from torch import nn
 import attnrewrite as ar
 from attnrewrite.conversion.record import deployed
 from attnrewrite.errors import AttnRewriteError, InputError, Refusal, first_line
-from attnrewrite.evaluation.latency import environment
 from attnrewrite.frontends.torchvision import import_torchvision
 from attnrewrite.targets.base import get_target
 from attnrewrite.targets.coreml.latency import fitted
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"rank correlation of converted models that stayed on the engine: {rank:.2f} ({len(pairs)} models)")
     trust = "trusted" if known.trusted else "not trusted: rows of `compare` say unavailable"
     print(f"estimates are {trust} (on families held out: error {known.error:.0%}, rank {known.ranking:.2f})")
-    print(", ".join(f"{name} {value}" for name, value in dict(environment(1)["versions"]).items() if name in ("torch", "coremltools")))
+    print(", ".join(f"{name} {version(name)}" for name in ("torch", "coremltools", "timm")))
 
 
 if __name__ == "__main__":
