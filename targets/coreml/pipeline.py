@@ -16,6 +16,7 @@ from attnrewrite.targets.coreml.passes import (
     merge_axes,
     merge_moves,
     narrow_kernels,
+    norms_folded,
     sums_of_stacks,
     transposes_down,
     views,
@@ -52,6 +53,7 @@ ENGINE = (
     MilPass("gathers_as_slices", gathers_as_slices.apply, SETTLED, "slices are movement, which the others see through"),
     MilPass("masks_in_half", masks_in_half.apply, SETTLED, "while masks are still whole constants"),
     MilPass("epsilons_in_half", epsilons_in_half.apply, SETTLED, "and before elementwise operators move"),
+    MilPass("norms_folded", norms_folded.apply, SETTLED, "tokens are flattened into the batch for a batch norm alone"),
     MilPass("sums_of_stacks", sums_of_stacks.apply, SETTLED, "stacks have an axis that no layout has, sums have not"),
     MilPass(
         "four_axes", partial(merge_axes.apply, linear=4, others=4), SETTLED,

@@ -100,6 +100,8 @@ ELEMENTWISE = (
     "log",
     "rsqrt",
     "sigmoid_hard",
+    "threshold",
+    "thresholded_relu",
 )
 REDUCTIONS = tuple(_REDUCTIONS)
 

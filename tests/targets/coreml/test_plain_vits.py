@@ -36,6 +36,12 @@ def torchvision_vit() -> nn.Module:
     return vision.models.VisionTransformer(64, 16, DEPTH, 2, 64, 128, num_classes=10)
 
 
+def timm_levit() -> nn.Module:
+    from timm.models.levit import Levit
+
+    return Levit(img_size=64, embed_dim=(64,), key_dim=16, depth=(DEPTH,), num_heads=(2,), num_classes=10)
+
+
 class Pooled(nn.Module):
     """A transformers model's class token."""
 
@@ -71,6 +77,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "timm": timm_vit,
     "timm, scaled layers and normalised keys": lambda: timm_vit(init_values=1e-5, qk_norm=True),
     "timm, parallel branches": timm_parallel,
+    "timm, batch norms behind linear layers": timm_levit,
     "torchvision": torchvision_vit,
     "transformers": transformers_vit,
     "transformers, norms by roots of mean squares": transformers_rms,

@@ -10,7 +10,13 @@ pytest.importorskip("coremltools", reason="coremltools is not installed")
 from coremltools.converters.mil.mil import Builder as mb
 from mil_programs import edited, kinds, numbers
 
-from attnrewrite.targets.coreml.passes import epsilons_in_half, masks_in_half, narrow_kernels, sums_of_stacks
+from attnrewrite.targets.coreml.passes import (
+    epsilons_in_half,
+    masks_in_half,
+    narrow_kernels,
+    norms_folded,
+    sums_of_stacks,
+)
 
 
 @pytest.mark.parametrize(("hidden", "edits"), [(-np.inf, 1), (-1e30, 1), (-100.0, 0)])
@@ -109,3 +115,44 @@ def test_a_kernel_that_is_computed_stays() -> None:
         return mb.conv(x=mb.relu(x=x), weight=kernel)
 
     assert edited(narrow_kernels.apply, build, 1, 2, 9, 40)[0] == 0
+
+
+def layer(x: Any, bias: bool = True) -> Any:
+    return mb.linear(x=x, weight=numbers(6, 4), bias=numbers(6) if bias else None)
+
+
+def norm(x: Any, width: int = 6, affine: bool = True) -> Any:
+    given = {"gamma": numbers(width), "beta": numbers(width)} if affine else {}
+    return mb.batch_norm(
+        x=x, mean=numbers(width), variance=np.abs(numbers(width)) + 1, epsilon=np.float32(1e-3), **given
+    )
+
+
+def flattened(x: Any) -> Any:
+    return mb.expand_dims(x=mb.reshape(x=x, shape=[10, 6]), axes=[2])
+
+
+def twice_read(x: Any) -> Any:
+    made = layer(x)
+    return mb.add(x=mb.reshape(x=norm(flattened(made)), shape=[2, 5, 6]), y=made)
+
+
+# What is computed of [2, 5, 4]: (its edits).
+NORMS = {
+    "tokens flattened into the batch": (lambda x: norm(flattened(layer(x))), 1),
+    "no bias": (lambda x: norm(flattened(layer(x, bias=False))), 1),
+    "statistics alone": (lambda x: norm(flattened(layer(x)), affine=False), 1),
+    "channels first": (lambda x: norm(mb.transpose(x=layer(x), perm=[0, 2, 1])), 1),
+    "over another axis": (lambda x: norm(layer(x), width=5), 0),
+    "something in between": (lambda x: norm(mb.relu(x=flattened(layer(x)))), 0),
+    "behind no layer": (lambda x: norm(mb.relu(x=x), width=5), 0),
+    "the layer has another reader": (twice_read, 0),
+}
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_batch_norms_are_part_of_the_linear_layers_before_them(case: str) -> None:
+    build, edits = NORMS[case]
+    done, made = edited(norms_folded.apply, lambda x: mb.relu(x=build(x)), 2, 5, 4)
+    assert done == edits
+    assert kinds(made)["batch_norm"] == 1 - edits
