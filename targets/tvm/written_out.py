@@ -75,14 +75,16 @@ def _im2col(
 
 
 def _adaptive_mean(x: Tensor, output_size: Sequence[int]) -> Tensor:
-    """Means over parts of an image: pooling where they are of one size, else products with each part's shares."""
-    if any(old % new for old, new in zip(x.shape[-2:], output_size, strict=True)):
-        down, right = (_shares(x, axis, count) for axis, count in zip((-2, -1), output_size, strict=True))
-        return down @ (x @ right.mT)
-    if tuple(output_size) == (1, 1):
-        return x.mean((-2, -1), keepdim=True)
-    size = [old // new for old, new in zip(x.shape[-2:], output_size, strict=True)]
-    return F.avg_pool2d(x, size, size)
+    """Means over parts of a line or an image: pooling where they are of one size, else products with their shares."""
+    axes = tuple(range(-len(output_size), 0))
+    given = x.shape[axes[0] :]
+    if any(old % new for old, new in zip(given, output_size, strict=True)):
+        right = x @ _shares(x, -1, output_size[-1]).mT
+        return right if len(axes) == 1 else _shares(x, -2, output_size[-2]) @ right
+    if set(output_size) == {1}:
+        return x.mean(axes, keepdim=True)
+    size = [old // new for old, new in zip(given, output_size, strict=True)]
+    return F.avg_pool1d(x, size, size) if len(axes) == 1 else F.avg_pool2d(x, size, size)
 
 
 def _shares(x: Tensor, axis: int, count: int) -> Tensor:
@@ -217,6 +219,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.im2col.default: _im2col,
     **{each: resized(each) for each in RESIZES},
     aten._adaptive_avg_pool2d.default: _adaptive_mean,
+    aten.adaptive_avg_pool1d.default: _adaptive_mean,
     aten.adaptive_avg_pool2d.default: _adaptive_mean,
     aten.avg_pool1d.default: _line_mean,
     aten.conv1d.default: _line_convolution,
@@ -240,6 +243,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
 MISREAD = {
     *RESIZES,
     aten._adaptive_avg_pool2d.default,
+    aten.adaptive_avg_pool1d.default,
     aten.adaptive_avg_pool2d.default,
     aten.avg_pool1d.default,
     aten.conv1d.default,
