@@ -247,6 +247,41 @@ def test_convolutions(
 
 
 @DRAWN
+@given(
+    batch=st.integers(1, 2), channels=st.integers(1, 70), grid=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    window=st.sampled_from([(3, 3), (1, 3), (5, 2), (7, 7)]), stride=st.integers(1, 3), padding=st.integers(0, 3),
+    dilation=st.integers(1, 2), processor=processors,
+)  # fmt: skip
+@example(1, 64, (7, 11), (3, 3), 1, 1, 1, PROCESSORS[0])
+@example(2, 33, (1, 5), (3, 3), 1, 1, 1, PROCESSORS[0])
+@example(1, 20, (2, 2), (7, 7), 1, 3, 2, PROCESSORS[0])
+def test_channels_of_tokens_by_themselves(
+    batch: int, channels: int, grid: Shape, window: Shape, stride: int, padding: int, dilation: int, processor: Profile
+) -> None:
+    import torch
+
+    if any((size - 1) * dilation + 1 > length + 2 * padding for size, length in zip(window, grid, strict=True)):
+        return
+    x, residual = values((batch, grid[0] * grid[1], channels), (batch, 1, channels))
+    weight, bias = values((channels, 1, *window), (channels, 1, 1))
+    options = {"strides": stride, "padding": padding, "dilation": dilation, "groups": channels}
+
+    def tokens(x: object, r: object, w: object, b: object) -> object:
+        image = relax.op.reshape(relax.op.permute_dims(relax.op.exp(x), (0, 2, 1)), (batch, channels, *grid))
+        made = relax.op.nn.relu(relax.op.add(relax.op.nn.conv2d(image, w, **options), b))
+        sizes = torch.conv2d(torch.zeros(1, 1, *grid), torch.zeros(1, 1, *window), None, stride, padding, dilation)
+        flat = relax.op.reshape(made, (batch, channels, sizes.numel()))
+        return relax.op.add(r, relax.op.permute_dims(flat, (0, 2, 1)))
+
+    rules, run = scheduled([x, residual], tokens, [weight, bias], processor)
+    assert rules.count("convolution") == 1
+    first, beside, second, third = (torch.from_numpy(array) for array in wide(x, residual, weight, bias))
+    image = first.exp().transpose(1, 2).unflatten(2, grid)
+    made = torch.conv2d(image, second, third.flatten(), stride, padding, dilation, channels).relu()
+    close(run(), (beside + made.flatten(2).transpose(1, 2)).numpy())
+
+
+@DRAWN
 @given(batch=st.integers(1, 2), grid=st.tuples(st.integers(1, 9), st.integers(1, 9)), patch=st.sampled_from([2, 4, 7]))
 def test_patches_become_tokens(batch: int, grid: Shape, patch: int) -> None:
     rows, columns = grid

@@ -8,7 +8,7 @@ import numpy as np
 
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded
-from attnrewrite.targets.tvm.schedules.cpu.depthwise import Depthwise
+from attnrewrite.targets.tvm.schedules.cpu.depthwise import Depthwise, DepthwiseTokens
 from attnrewrite.targets.tvm.schedules.cpu.gathering import FEWEST_LANES, side_by_side
 from attnrewrite.targets.tvm.schedules.cpu.windows import Windows, pair, sides
 from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, moved, ordered
@@ -45,6 +45,9 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     assembly = Assembly((*traced.covers, *source.covers))
     space, groups = shape(node.args[0]), int(attributes.groups)
     if groups == space[1] and math.prod(windows.size) <= MOST_TAPS:
+        tokens = call.graph.view(node.args[0])
+        if groups == weight.shape[0] and tokens.layout.strides[1] == traced.out.strides[1] == 1:
+            return _by_channel_of_tokens(call, traced, tokens, windows, weight)
         return _by_channel(call, traced, assembly, source.expression, windows, weight)
     image = windows.image(assembly, source.expression, space, (height, width), 0.0)
     seen = View(image.base, windows.over(image.layout, (height, width)))
@@ -142,6 +145,22 @@ def _by_channel(
         channels // space[1],
         traced.out,
         arguments.loading(traced.epilogue),
+    )
+    assembly.add(kernel, arguments.bases, shape(call.var))
+    return assembly.kernel()
+
+
+def _by_channel_of_tokens(call: Call, traced: Traced, image: View, windows: Windows, weight: np.ndarray) -> Kernel:
+    """Each channel's windows times its own weights, where the channels of a place are neighbours before and after."""
+    arguments, assembly, order = Arguments(), Assembly(traced.covers), (0, 2, 3, 1)
+    read = arguments.load(View(image.base, image.layout.permute(order)))
+    factors = np.ascontiguousarray(weight.reshape(len(weight), -1).T)
+    kernel = DepthwiseTokens(
+        read,
+        windows,
+        arguments.load(View(factors, contiguous(factors.shape))),
+        traced.out.permute(order),
+        arguments.loading(ordered(traced.epilogue, order)),
     )
     assembly.add(kernel, arguments.bases, shape(call.var))
     return assembly.kernel()

@@ -1,19 +1,33 @@
-"""Convolutions of each channel by itself, in memory of the thread's own.
+"""Convolutions of each channel by itself.
 
-A channel's image is copied there with its border, and, where windows move by several places, with the places that the
-same element of all windows sees side by side. Then windows one after the other are neighbours from one row of the
-output to the next, so that vectors are full however narrow the image is.
+Where the places of a channel are neighbours, its image is copied with its border into memory of the thread's own, and,
+where windows move by several places, with the places that the same element of all windows sees side by side. Then
+windows one after the other are neighbours from one row of the output to the next, so that vectors are full however
+narrow the image is.
+
+Where the channels of a place are neighbours, as tokens have them, vectors are of channels, and nothing is copied.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
+from tvm.tirx.script.builder import ir as T
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.function import address, along, each, evaluate, function, scratch, steps
+from attnrewrite.targets.tvm.schedules.cpu.function import (
+    address,
+    along,
+    each,
+    evaluate,
+    function,
+    only_if,
+    scratch,
+    steps,
+)
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value
 from attnrewrite.targets.tvm.schedules.cpu.windows import Windows
 from attnrewrite.targets.tvm.schedules.expression import Expression, Load, moved
@@ -22,6 +36,7 @@ from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape
 
 AT_ONCE = 2  # vectors of sums side by side
+PLACES = 4  # windows in a row that share what they see
 
 
 @dataclass(frozen=True)
@@ -117,3 +132,103 @@ class _Writer:
             seen = vectors.load(copy, begin + place, self.at_once)
             total = vectors.name(total + seen * vectors.splat(factor, self.at_once))
         return total
+
+
+@dataclass(frozen=True)
+class DepthwiseTokens:
+    """out[b, y, x] = epilogue(the window of image[b] at y, x times weight), channel by channel.
+
+    `image` is over [batch, height, width, channels], `weight` over [elements of a window, channels].
+    """
+
+    image: Load
+    windows: Windows
+    weight: Load
+    out: Layout
+    epilogue: Expression
+    name: str = "depthwise"
+
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
+        return function(arguments, lambda *buffers: _TokensWriter(self, buffers, profile.lanes).write())
+
+
+class _TokensWriter:
+    """The statements of one convolution over tokens, a row of the output at a time."""
+
+    def __init__(self, kernel: DepthwiseTokens, buffers: Sequence[Any], lanes: int) -> None:
+        self.kernel, self.buffers, self.lanes = kernel, buffers, lanes
+        self.size, self.stride, self.dilation = kernel.windows.size, kernel.windows.stride, kernel.windows.dilation
+        self.padding = kernel.windows.padding[:2]
+        _, *self.space, self.channels = kernel.image.layout.shape
+
+    def write(self) -> None:
+        batch, high, wide, channels = self.kernel.out.shape
+        with each((batch, high), self.kernel.out.size * math.prod(self.size)) as (image, row):
+
+            def block(_: list[Position], channel: Position, lanes: int) -> None:
+                place = 0
+                for elements, run in groupby(range(wide), lambda column: self.inside(1, column)):
+                    end = place + len(list(run))
+                    full = (end - place) // PLACES
+                    if full:
+                        with steps(full) as tile:
+                            begin = place + tile * PLACES
+                            self.tile((image, row, begin, channel), PLACES, elements, lanes)
+                    if place + full * PLACES < end:
+                        begin = place + full * PLACES
+                        self.tile((image, row, begin, channel), end - begin, elements, lanes)
+                    place = end
+
+            along((channels,), self.lanes, block, AT_ONCE)
+
+    def inside(self, axis: int, place: int) -> tuple[int, ...]:
+        """The elements of the window at a place of the output, along an axis, that lie in the image."""
+        begin = place * self.stride[axis] - self.padding[axis]
+        return tuple(
+            element
+            for element in range(self.size[axis])
+            if 0 <= begin + element * self.dilation[axis] < self.space[axis]
+        )
+
+    def tile(self, at: Sequence[Position], count: int, columns: Sequence[int], lanes: int) -> None:
+        """`count` places in a row, whose windows see the same `columns`, for `lanes` channels."""
+        image, row, column, channel = at
+        sums = scratch(count * lanes)
+        for number in range(count):
+            vectors.store(sums, number * lanes, vectors.splat(0.0, lanes), lanes)
+        for element in range(self.size[0]):
+            y = row * self.stride[0] - self.padding[0] + element * self.dilation[0]
+
+            def add(y: Position = y, element: int = element) -> None:
+                x = column * self.stride[1] - self.padding[1]
+                self.add_row(sums, (image, y, x, channel), element, count, columns, lanes)
+
+            seen = [element in self.inside(0, place) for place in range(self.kernel.out.shape[1])]
+            if all(seen):
+                add()
+            elif any(seen):
+                only_if(T.And(y >= 0, y < self.space[0]), add)
+        for number in range(count):
+            place = (image, row, column + number, channel)
+            value = vectors.name(vectors.load(sums, number * lanes, lanes))
+            value = evaluate(self.kernel.epilogue, self.buffers, place, lanes, value)
+            out = self.kernel.out
+            vectors.store(self.buffers[-1], address(out, place), value, lanes, out.strides[-1])
+
+    def add_row(
+        self, sums: Any, at: Sequence[Position], row: int, count: int, columns: Sequence[int], lanes: int
+    ) -> None:
+        """A row of the windows' elements, from the place that the first window begins at."""
+        image, y, x, channel = at
+        weight, seen = self.kernel.weight, {}
+        totals = [vectors.name(vectors.load(sums, number * lanes, lanes)) for number in range(count)]
+        for column in columns:
+            place = (row * self.size[1] + column, channel)
+            factor = vectors.name(vectors.load(self.buffers[weight.argument], address(weight.layout, place), lanes))
+            for number in range(count):
+                step = number * self.stride[1] + column * self.dilation[1]
+                if step not in seen:
+                    seen[step] = evaluate(self.kernel.image, self.buffers, (image, y, x + step, channel), lanes)
+                totals[number] = vectors.name(totals[number] + seen[step] * factor)
+        for number, total in enumerate(totals):
+            vectors.store(sums, number * lanes, total, lanes)

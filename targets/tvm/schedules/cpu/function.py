@@ -117,6 +117,12 @@ def across(vector: Value, lanes: int, combine: Callable[[Value, Value], Value]) 
     return vectors.name(held[0])
 
 
+def only_if(condition: Any, then: Callable[[], None]) -> None:
+    """Statements for one case of a condition that is known only as the kernel runs."""
+    with T.If(condition), T.Then():
+        then()
+
+
 def when(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
     """Statements for either case of a condition that is known only as the kernel runs."""
     with T.If(condition):
