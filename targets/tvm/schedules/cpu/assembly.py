@@ -11,7 +11,7 @@ from attnrewrite.targets.tvm.schedules.cpu.elementwise import copying
 from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, gathered
 from attnrewrite.targets.tvm.schedules.cpu.packing import Pack, packed, rounded
 from attnrewrite.targets.tvm.schedules.cpu.product import Product
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Band, Panels, best_bands, best_tile, panel_shape, panels
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, best_bands, packs_left, panel_shape, panels
 from attnrewrite.targets.tvm.schedules.expression import (
     Apply,
     Arguments,
@@ -68,6 +68,18 @@ class Assembly:
         made = self.add(function, read.bases, panel_shape(batch, depth, columns, width))
         return panels(into.number(made), batch, depth, columns, width)
 
+    def pack_left(self, view: View, height: int, into: Arguments, profile: Profile) -> Panels:
+        """A left operand over [batch..., rows, depth] as panels of so many rows; those of a constant are made now."""
+        *batch, rows, depth = view.layout.shape
+        layout = view.layout.permute((*range(len(batch)), -1, -2))
+        if isinstance(view.base, np.ndarray):
+            array = packed(strided(view.base, layout), height, shared=True)
+            return panels(into.number(array), batch, depth, rows, height)
+        read = Arguments()
+        function = Pack(tuple(batch), depth, rows, height, read.load(replace(view, layout=layout)), shared=True)
+        made = self.add(function, read.bases, panel_shape(batch, depth, rows, height))
+        return panels(into.number(made), batch, depth, rows, height)
+
     def product(
         self,
         left: Expression,
@@ -84,25 +96,31 @@ class Assembly:
         """
         batch, columns, lead = out.shape[:-2], out.shape[-1], len(out.shape) - 2
         arguments = Arguments()
-        first = arguments.load(_multiplied(self.view(left, (*out.shape[:-1], depth)), profile))
+        rows_of = _multiplied(self.view(left, (*out.shape[:-1], depth)), profile)
         after = arguments.loading(epilogue)
         if is_shared(right, lead):
             # One right operand for the whole batch: whose rows are then rows of a single product, where strides allow.
             right, batch = without(right, lead), ()
-            (left_layout, out), after = joined([first.layout, out], after, lead + 1)
-            first = replace(first, layout=left_layout)
+            (left_layout, out), after = joined([rows_of.layout, out], after, lead + 1)
+            rows_of = replace(rows_of, layout=left_layout)
         row_axes = 1 if batch else len(out.shape) - 1
         rows = math.prod(out.shape[-1 - row_axes : -1])
-        bands = best_bands(profile, rows, columns)
-        second: Load | Panels | Gathered
-        if isinstance(right, Leaf) and len(right.view.layout.shape) > len(batch) + 2:
-            second = gathered(arguments.load(right.view), len(batch), depth)
-        elif isinstance(right, Leaf) and has_rows(right.view):
-            second = arguments.load(right.view)
+        is_gathered = isinstance(right, Leaf) and len(right.view.layout.shape) > len(batch) + 2
+        whole = not is_gathered and not (isinstance(right, Leaf) and has_rows(right.view))
+        bands = best_bands(profile, rows, columns, whole)
+        first: Load | Panels
+        if (flat := rows_of.layout.reshape((*batch, rows, depth))) is not None and packs_left(profile, rows, bands):
+            bands = best_bands(profile, rows, columns, whole, packed=True)
+            first = self.pack_left(replace(rows_of, layout=flat), bands[0].tile.rows, arguments, profile)
         else:
-            tile = best_tile(profile, rows, columns)
-            bands = (Band(0, columns, tile),)
-            second = self.pack(right, batch, columns, depth, tile, arguments, profile)
+            first = arguments.load(rows_of)
+        second: Load | Panels | Gathered
+        if whole:
+            second = self.pack(right, batch, columns, depth, bands[0].tile, arguments, profile)
+        else:
+            assert isinstance(right, Leaf)
+            loaded = arguments.load(right.view)
+            second = gathered(loaded, len(batch), depth) if is_gathered else loaded
         if batch:
             layouts, after = joined([first.layout, second.layout, out], after, lead)
             first, second = replace(first, layout=layouts[0]), replace(second, layout=layouts[1])

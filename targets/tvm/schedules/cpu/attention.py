@@ -24,7 +24,7 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     steps,
     when,
 )
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile, best_tiles
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile, along_rows, best_tiles
 from attnrewrite.targets.tvm.schedules.cpu.rows import NEGLIGIBLE, fold, total
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, Load, factored
@@ -104,9 +104,13 @@ class _Writer:
             tile = RegisterTile(self.rows, pieces(self.width, self.profile.stored_lanes), self.profile)
             tile.multiply(
                 self.depth,
-                lambda i, k, n: self.read(attention.query, (*z, query + i, k), n),
+                along_rows(
+                    self.rows,
+                    lambda i, k, n: self.read(attention.query, (*z, query + i, k), n),
+                    self.profile,
+                    self.profile.by_lane and attention.query.layout.strides[-1] == 1,
+                ),
                 lambda k, begin, n: self.read(attention.key, (*z, panel, k, begin), n),
-                self.profile.by_lane and attention.query.layout.strides[-1] == 1,
             )
 
             def keep(count: int) -> None:
@@ -231,9 +235,13 @@ class _State:
         tile = RegisterTile(writer.rows, pieces(wide, writer.profile.stored_lanes), writer.profile)
         tile.multiply(
             depth,
-            lambda i, k, n: vectors.load(self.powers, i * writer.length + k, n, dtype=writer.profile.stored),
+            along_rows(
+                writer.rows,
+                lambda i, k, n: vectors.load(self.powers, i * writer.length + k, n, dtype=writer.profile.stored),
+                writer.profile,
+                writer.profile.by_lane,
+            ),
             lambda k, begin, n: writer.read(writer.attention.value, (*z, key(k), channel + begin), n),
-            writer.profile.by_lane,
         )
         for row in range(writer.rows):
             for begin, n in pieces(wide, writer.lanes):

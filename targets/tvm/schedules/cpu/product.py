@@ -10,7 +10,14 @@ from tvm import tirx
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, prefetch, steps, when
 from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, spread
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Band, Panels, RegisterTile
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import (
+    Band,
+    Multipliers,
+    Panels,
+    RegisterTile,
+    across_rows,
+    along_rows,
+)
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, covering
 from attnrewrite.targets.tvm.schedules.expression import Expression, Load
 from attnrewrite.targets.tvm.schedules.profile import SIZES, Profile
@@ -26,14 +33,14 @@ Row = Callable[[Position, int, int], Value]  # of a right operand: its number, t
 class Product:
     """out[z, m, n] = epilogue(sum_k left[z, m, k] right[z, k, n]).
 
-    `left` has any strides; `right` is packed, or gathered, or a load whose columns are neighbours. `bands` are the
-    columns, all in one where they are packed. `out` and the epilogue's loads have the shape [outer..., rows...,
-    columns], of which `row_axes` make the rows: those of windows of an image, say, are many axes, and too few on each
-    for a tile. Products are of the type `stored`.
+    `left` has any strides, or is packed, its last panel shared; `right` is packed, or gathered, or a load whose columns
+    are neighbours. `bands` are the columns, all in one where they are packed. `out` and the epilogue's loads have the
+    shape [outer..., rows..., columns], of which `row_axes` make the rows: those of windows of an image, say, are many
+    axes, and too few on each for a tile. Products are of the type `stored`.
     """
 
     depth: int
-    left: Load
+    left: Load | Panels
     right: Load | Panels | Gathered
     out: Layout
     epilogue: Expression
@@ -76,23 +83,22 @@ class _Writer:
             with steps(self.per_part) as step:
                 if isinstance(self.product.right, Panels) and self.per_part > 1:
                     self.fetch_next(z, panel, step)
-                row = vectors.name(tirx.min((part * self.per_part + step) * self.high, self.rows - self.high))
-                self.tile(z, panel, row, column, right)
+                number = vectors.name(tirx.min(part * self.per_part + step, self.down - 1))
+                row = vectors.name(tirx.min(number * self.high, self.rows - self.high))
+                self.tile(z, panel, row, column, self.left(z, number, row), right)
 
-    def tile(self, z: Sequence[Position], panel: Position, row: Position, column: Position, right: Row) -> None:
+    def tile(
+        self,
+        z: Sequence[Position],
+        panel: Position,
+        row: Position,
+        column: Position,
+        left: Multipliers,
+        right: Row,
+    ) -> None:
         """The sums of one tile, and what follows them."""
         tile = RegisterTile(self.high, covering(self.wide, self.profile.stored_lanes), self.profile)
-        left = self.product.left
-        begins = [vectors.name(address(left.layout, (*z, *self.at(row + i), 0))) for i in range(self.high)]
-        along_depth = left.layout.strides[-1]
-        tile.multiply(
-            self.product.depth,
-            lambda i, k, n: vectors.load(
-                self.buffers[left.argument], begins[i] + k * along_depth, n, dtype=self.profile.stored
-            ),
-            right,
-            self.profile.by_lane and self.product.left.layout.strides[-1] == 1,
-        )
+        tile.multiply(self.product.depth, left, right)
 
         # One row's code in a loop: that of all rows side by side would take the compiler a long time.
         sums = tile.spilled()
@@ -111,6 +117,26 @@ class _Writer:
     def at(self, row: Position) -> list[Position]:
         """A row's place on each of the axes that make the rows."""
         return spread(row, self.row_shape)
+
+    def left(self, z: Sequence[Position], number: Position, row: Position) -> Multipliers:
+        """How the multipliers of a tile of rows are read, given the tile's number and first row."""
+        left, stored = self.product.left, self.profile.stored
+        buffer, layout = self.buffers[left.argument], left.layout
+        if isinstance(left, Panels):
+            panel = vectors.name(address(layout, (*z, number, 0, 0)))
+            return across_rows(
+                self.high,
+                lambda k, i, n: vectors.load(buffer, panel + k * self.high + i, n, dtype=stored),
+                self.profile,
+            )
+        begins = [vectors.name(address(layout, (*z, *self.at(row + i), 0))) for i in range(self.high)]
+        along_depth = layout.strides[-1]
+        return along_rows(
+            self.high,
+            lambda i, k, n: vectors.load(buffer, begins[i] + k * along_depth, n, dtype=stored),
+            self.profile,
+            self.profile.by_lane and along_depth == 1,
+        )
 
     def right(self, z: Sequence[Position], panel: Position) -> tuple[Position, Row]:
         """The first column of a panel, and how its rows are read."""

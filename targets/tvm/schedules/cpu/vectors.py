@@ -86,6 +86,24 @@ def lane(vector: Value, number: int) -> Value:
     return tirx.Shuffle([vector], [number])
 
 
+def transposed(rows: Sequence[Value]) -> list[Value]:
+    """The columns of a square: as many vectors as lanes, a power of two."""
+    count = len(rows)
+    half, found = count // 2, list(rows)
+    # Shuffled perfectly as often as a lane's number has bits, rows and columns have changed places.
+    for _ in range(count.bit_length() - 1):
+        pairs = zip(found[:half], found[half:], strict=True)
+        found = [name(_zipped(one, other, part)) for one, other in pairs for part in range(2)]
+    return found
+
+
+def _zipped(one: Value, other: Value, part: int) -> Value:
+    """The numbers of two vectors in turns: those of the first or second half of each."""
+    lanes = lanes_of(one)
+    begin = part * lanes // 2
+    return tirx.Shuffle([one, other], [at + which for at in range(begin, begin + lanes // 2) for which in (0, lanes)])
+
+
 def store(buffer: Any, at: Position, value: Value, lanes: int, stride: int = 1) -> None:
     """Write a vector, rounded to the buffer's type."""
     T.buffer_store(buffer, as_type(value, str(buffer.dtype)), [at if lanes == 1 else tirx.Ramp(at, stride, lanes)])
