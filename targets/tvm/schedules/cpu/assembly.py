@@ -26,7 +26,7 @@ from attnrewrite.targets.tvm.schedules.expression import (
     substituted,
 )
 from attnrewrite.targets.tvm.schedules.graph import strided
-from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
+from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Function, Kernel, Step, Temporary
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguous
 
@@ -56,29 +56,24 @@ class Assembly:
         return View(self.add(filled, arguments.bases, space), contiguous(space))
 
     def pack(
-        self, value: Expression, batch: Shape, columns: int, depth: int, tile: Tile, into: Arguments, profile: Profile
+        self,
+        value: Expression,
+        batch: Shape,
+        columns: int,
+        depth: int,
+        width: int,
+        into: Arguments,
+        profile: Profile,
+        shared: bool = False,
     ) -> Panels:
-        """A right operand over [batch..., depth, columns] as panels; those of a constant are made now."""
-        width = tile.columns
+        """An operand over [batch..., depth, columns] as panels, as `Pack` has them, those of a constant made now."""
         if isinstance(value, Leaf) and isinstance(value.view.base, np.ndarray):
-            array = packed(rounded(strided(value.view.base, value.view.layout), profile.stored), width)
+            array = packed(rounded(strided(value.view.base, value.view.layout), profile.stored), width, shared)
             return panels(into.number(array), batch, depth, columns, width)
         read = Arguments()
-        function = Pack(batch, depth, columns, width, read.loading(value))
+        function = Pack(batch, depth, columns, width, read.loading(value), shared)
         made = self.add(function, read.bases, panel_shape(batch, depth, columns, width))
         return panels(into.number(made), batch, depth, columns, width)
-
-    def pack_left(self, view: View, height: int, into: Arguments, profile: Profile) -> Panels:
-        """A left operand over [batch..., rows, depth] as panels of so many rows; those of a constant are made now."""
-        *batch, rows, depth = view.layout.shape
-        layout = view.layout.permute((*range(len(batch)), -1, -2))
-        if isinstance(view.base, np.ndarray):
-            array = packed(strided(view.base, layout), height, shared=True)
-            return panels(into.number(array), batch, depth, rows, height)
-        read = Arguments()
-        function = Pack(tuple(batch), depth, rows, height, read.load(replace(view, layout=layout)), shared=True)
-        made = self.add(function, read.bases, panel_shape(batch, depth, rows, height))
-        return panels(into.number(made), batch, depth, rows, height)
 
     def product(
         self,
@@ -111,12 +106,13 @@ class Assembly:
         first: Load | Panels
         if (flat := rows_of.layout.reshape((*batch, rows, depth))) is not None and packs_left(profile, rows, bands):
             bands = best_bands(profile, rows, columns, whole, packed=True)
-            first = self.pack_left(replace(rows_of, layout=flat), bands[0].tile.rows, arguments, profile)
+            turned = Leaf(replace(rows_of, layout=flat.permute((*range(len(batch)), -1, -2))))
+            first = self.pack(turned, batch, rows, depth, bands[0].tile.rows, arguments, profile, shared=True)
         else:
             first = arguments.load(rows_of)
         second: Load | Panels | Gathered
         if whole:
-            second = self.pack(right, batch, columns, depth, bands[0].tile, arguments, profile)
+            second = self.pack(right, batch, columns, depth, bands[0].tile.columns, arguments, profile)
         else:
             assert isinstance(right, Leaf)
             loaded = arguments.load(right.view)

@@ -14,6 +14,7 @@ from tvm import tirx
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded, scaled
+from attnrewrite.targets.tvm.schedules.cpu.attention_across import BASE, LOWEST, AttentionAcross
 from attnrewrite.targets.tvm.schedules.cpu.function import (
     address,
     along,
@@ -24,17 +25,32 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     steps,
     when,
 )
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile, along_rows, best_tiles
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import (
+    Panels,
+    RegisterTile,
+    along_rows,
+    best_tiles,
+    packed_tile,
+)
 from attnrewrite.targets.tvm.schedules.cpu.rows import NEGLIGIBLE, fold, total
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
-from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, Load, factored
+from attnrewrite.targets.tvm.schedules.expression import (
+    Apply,
+    Arguments,
+    Expression,
+    Leaf,
+    Load,
+    Number,
+    Result,
+    factored,
+    loads,
+    ordered,
+)
 from attnrewrite.targets.tvm.schedules.graph import shape
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile
 from attnrewrite.targets.tvm.schedules.rule import Argument, Call, Kernel, Rule
 from attnrewrite.targets.tvm.schedules.trace import operand, scaled_view, trace
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View
-
-LOWEST = -3.0e38  # where the search for the largest score begins: finite, so that a masked block leaves no nan
 
 
 @dataclass(frozen=True)
@@ -273,19 +289,38 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     packed, second = factored(key.expression)
     covers = (*mixed.covers, softmax, *scores.covers, *query_covers, *key.covers, *value.covers)
     assembly, arguments = Assembly(covers), Arguments()
-    query_load = arguments.load(_over(query, (*batch, queries, depth)).view)
-    score_tile, value_tile = best_tiles(profile, queries, (keys, depth), (channels, keys))
-    panels = assembly.pack(
-        expanded(packed, (*batch, depth, keys)), tuple(batch), keys, depth, score_tile, arguments, profile
-    )
-    rows_of_values = _rows(assembly, expanded(value.expression, (*batch, keys, channels)), (*batch, keys, channels))
-    value_load = arguments.load(rows_of_values)
-    after = arguments.loading(scaled(scores.epilogue, first * second))
-    epilogue = arguments.loading(mixed.epilogue)
-    block = _block(profile, score_tile.rows, panels)
-    function = Attention(
-        query_load, panels, value_load, keys, after, mixed.out, epilogue, score_tile.rows, value_tile.columns, block
-    )
+    rows = expanded(query, (*batch, queries, depth))
+    columns = expanded(packed, (*batch, depth, keys))
+    mixed_with = expanded(value.expression, (*batch, keys, channels))
+    epilogue, factor = arguments.loading(mixed.epilogue), first * second
+    after = arguments.loading(scores.epilogue)
+    function: Attention | AttentionAcross
+    if _goes_across(profile, queries, keys, channels, after):
+        tile = packed_tile(profile, queries, (keys, depth), (channels, keys))
+
+        def pack(value: Expression, count: int, long: int, width: int) -> Panels:
+            return assembly.pack(value, tuple(batch), count, long, width, arguments, profile, shared=True)
+
+        turned = (*range(len(batch)), -1, -2)
+        # What scores are multiplied by is queries' own, where nothing comes between.
+        before = factor * BASE if isinstance(after, Result) else factor
+        asked = pack(Apply("multiply", (ordered(rows, turned), Number(before))), queries, depth, tile.columns)
+        panels = pack(columns, keys, depth, tile.rows)
+        if not isinstance(after, Result):
+            after = Apply("multiply", (ordered(after, turned), Number(BASE)))
+        values = pack(mixed_with, channels, keys, tile.rows)
+        block = _block(profile, tile.columns, panels)
+        function = AttentionAcross(asked, panels, values, keys, after, mixed.out, epilogue, block)
+    else:
+        query_load = arguments.load(_leaf(rows).view)
+        score_tile, value_tile = best_tiles(profile, queries, (keys, depth), (channels, keys))
+        panels = assembly.pack(columns, tuple(batch), keys, depth, score_tile.columns, arguments, profile)
+        value_load = arguments.load(_rows(assembly, mixed_with, (*batch, keys, channels)))
+        after = scaled(after, factor)
+        block = _block(profile, score_tile.rows, panels)
+        function = Attention(
+            query_load, panels, value_load, keys, after, mixed.out, epilogue, score_tile.rows, value_tile.columns, block
+        )
     assembly.add(function, arguments.bases, shape(call.var))
     return assembly.kernel()
 
@@ -309,10 +344,18 @@ def _softmax_behind(call: Call, var: Any) -> Any:
     return var
 
 
-def _over(leaf: Leaf, space: Shape) -> Leaf:
-    made = expanded(leaf, space)
-    assert isinstance(made, Leaf)
-    return made
+def _leaf(value: Expression) -> Leaf:
+    assert isinstance(value, Leaf)
+    return value
+
+
+def _goes_across(profile: Profile, queries: int, keys: int, channels: int, scores: Expression) -> bool:
+    """Whether queries go side by side in vectors: whatever is read beside the scores must lie so."""
+    if not profile.packed:
+        return False
+    widest = profile.packed[0]
+    beside = all(load.layout.strides[-2] in (0, 1) for load in loads(scores))
+    return beside and queries >= widest.columns and min(keys, channels) >= widest.rows
 
 
 def _rows(assembly: Assembly, value: Expression, space: Shape) -> View:
@@ -323,10 +366,14 @@ def _rows(assembly: Assembly, value: Expression, space: Shape) -> View:
 
 
 def _block(profile: Profile, rows: int, panels: Panels) -> int:
-    """How many panels of keys make a block: as many as leave its scores in half of the first cache, evenly shared."""
+    """How many panels of keys make a block: as many as leave its scores in half of the first cache, evenly shared.
+
+    No panel, perhaps of few keys, is left over alone.
+    """
     count, _, width = panels.layout.shape[-3:]
     most = max(1, profile.l1 // 2 // (4 * rows * width))
-    return -(-count // -(-count // most))
+    even = -(-count // -(-count // most))
+    return next((block for block in range(even, 2, -1) if count % block != 1), even)
 
 
 ATTENTION = Rule("attention", _apply)

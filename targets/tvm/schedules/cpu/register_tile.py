@@ -19,6 +19,7 @@ TURNS = 2  # loads of multipliers in a turn of the loop
 UNROLLED = 8  # steps in a turn of the loop, where multipliers are packed
 IN_A_ROW = 64  # products summed in float16 before the sum is added to one in float32
 LOADS_HIDDEN = 16  # of so many loads beside multiply-adds, one is reckoned to cost a cycle
+LOOP = 0.5  # cycles that a step takes for the loop around it
 PACKING = 1  # cycles for a number of a left operand
 LATENCY = 8  # multiply-adds that a core has in flight: fewer sums leave it waiting
 
@@ -200,9 +201,7 @@ def best_bands(
     tiles = profile.packed if packed else profile.tiles
 
     def best(count: int) -> Tile:
-        if packed:
-            return min(tiles, key=lambda tile: _cycles(profile, tile, rows, count, packed))
-        return best_tile(profile, rows, count)
+        return packed_tile(profile, count, (rows, 1)) if packed else best_tile(profile, rows, count)
 
     def cut(first: int) -> tuple[Band, ...]:
         # Less than a vector costs as much as one: a rest that is less shares columns with what is before it.
@@ -227,6 +226,15 @@ def best_tiles(profile: Profile, rows: int, *products: tuple[int, int]) -> tuple
 
     highest = min(rows, max(tile.rows for tile in profile.tiles))
     return min(map(choice, range(highest, 0, -1)), key=lambda found: found[0])[1]
+
+
+def packed_tile(profile: Profile, columns: int, *products: tuple[int, int]) -> Tile:
+    """The tile that does products of so many (rows, depth), which are packed, in the fewest cycles together."""
+
+    def cycles(tile: Tile) -> float:
+        return sum(depth * _cycles(profile, tile, rows, columns, packed=True) for rows, depth in products)
+
+    return min(profile.packed, key=cycles)
 
 
 def packs_left(profile: Profile, rows: int, bands: Sequence[Band]) -> bool:
@@ -257,6 +265,7 @@ def _step(profile: Profile, tile: Tile, packed: bool) -> float:
     wide = -(-tile.columns // profile.stored_lanes)
     if profile.by_lane:
         multipliers = tile.rows / profile.stored_lanes
-        return max(tile.rows * wide + multipliers / (2 if packed else 1) + wide / 2, LATENCY)
+        loads = wide / 2 + multipliers / (2 if packed else 1)
+        return max(tile.rows * wide + loads + LOOP, LATENCY)
     loads = tile.rows + wide
     return max(tile.rows * wide, loads, LATENCY) + loads / LOADS_HIDDEN
