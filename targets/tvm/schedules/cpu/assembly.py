@@ -107,7 +107,7 @@ class Assembly:
         if (flat := rows_of.layout.reshape((*batch, rows, depth))) is not None and packs_left(profile, rows, bands):
             bands = best_bands(profile, rows, columns, whole, packed=True)
             turned = Leaf(replace(rows_of, layout=flat.permute((*range(len(batch)), -1, -2))))
-            first = self.pack(turned, batch, rows, depth, bands[0].tile.rows, arguments, profile, shared=True)
+            first = self.pack(turned, batch, rows, depth, bands[0].tile.rows, arguments, profile)
         else:
             first = arguments.load(rows_of)
         second: Load | Panels | Gathered

@@ -1,5 +1,6 @@
 """Operands of products rearranged so that a tile reads its columns one row of vectors after the other."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,23 +80,25 @@ class _Writer:
                 vector = evaluate(self.pack.value, self.buffers, (*self.z, row, self.first + begin), lanes)
                 self.store(row, begin, vector, lanes)
 
-    def turned(self) -> None:
-        """Vectors of a column's neighbours, as many as they have lanes, transposed."""
+    def turned(self, filled: bool = False) -> None:
+        """Vectors of a column's neighbours, as many as they have lanes, transposed; the last column again beyond it."""
+
+        def column(at: int) -> Position:
+            return tirx.min(self.first + at, self.pack.columns - 1) if filled else self.first + at
+
         for begin, lanes in pieces(self.pack.width, self.profile.lanes):
             whole = self.pack.depth // lanes
             if whole:
                 with steps(whole) as block:
                     columns = [
-                        evaluate(
-                            self.columnwise, self.buffers, (*self.z, self.first + begin + column, block * lanes), lanes
-                        )
-                        for column in range(lanes)
+                        evaluate(self.columnwise, self.buffers, (*self.z, column(begin + at), block * lanes), lanes)
+                        for at in range(lanes)
                     ]
                     for row, vector in enumerate(vectors.transposed(columns)):
                         self.store(block * lanes + row, begin, vector, lanes)
-            for row in range(whole * lanes, self.pack.depth):
-                vector = evaluate(self.pack.value, self.buffers, (*self.z, row, self.first + begin), lanes)
-                self.store(row, begin, vector, lanes)
+            for row, at in itertools.product(range(whole * lanes, self.pack.depth), range(begin, begin + lanes)):
+                number = evaluate(self.pack.value, self.buffers, (*self.z, row, column(at)), 1)
+                self.store(row, at, number, 1)
 
     def filled(self) -> None:
         """Number by number, the last column again and again beyond it."""

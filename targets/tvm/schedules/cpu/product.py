@@ -1,5 +1,6 @@
 """Products of matrices, with all that follows them element by element."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ Row = Callable[[Position, int, int], Value]  # of a right operand: its number, t
 class Product:
     """out[z, m, n] = epilogue(sum_k left[z, m, k] right[z, k, n]).
 
-    `left` has any strides, or is packed, its last panel shared; `right` is packed, or gathered, or a load whose columns
+    `left` has any strides, or is packed; `right` is packed, or gathered, or a load whose columns
     are neighbours. `bands` are the columns, all in one where they are packed. `out` and the epilogue's loads have the
     shape [outer..., rows..., columns], of which `row_axes` make the rows: those of windows of an image, say, are many
     axes, and too few on each for a tile. Products are of the type `stored`.
@@ -75,6 +76,8 @@ class _Writer:
         self.per_part = -(-self.down // parts)
         self.parts = -(-self.down // self.per_part)
         self.narrow = self.columns % self.wide if packed else 0
+        # Rows that panels leave over have a tile of their own; of those as they lie, some are done twice.
+        self.short = self.rows % self.high if isinstance(product.left, Panels) else 0
 
     def write(self) -> None:
         work = math.prod(self.outer) * self.rows * self.columns * self.product.depth
@@ -84,27 +87,25 @@ class _Writer:
                 if isinstance(self.product.right, Panels) and self.per_part > 1:
                     self.fetch_next(z, panel, step)
                 number = vectors.name(tirx.min(part * self.per_part + step, self.down - 1))
-                row = vectors.name(tirx.min(number * self.high, self.rows - self.high))
-                self.tile(z, panel, row, column, self.left(z, number, row), right)
+                tile = functools.partial(self.tile, z, panel, number, column, right)
+                if self.short:
+                    when(number < self.down - 1, lambda: tile(self.high), lambda: tile(self.short))
+                else:
+                    tile(self.high)
 
     def tile(
-        self,
-        z: Sequence[Position],
-        panel: Position,
-        row: Position,
-        column: Position,
-        left: Multipliers,
-        right: Row,
+        self, z: Sequence[Position], panel: Position, number: Position, column: Position, right: Row, high: int
     ) -> None:
-        """The sums of one tile, and what follows them."""
-        tile = RegisterTile(self.high, covering(self.wide, self.profile.stored_lanes), self.profile)
-        tile.multiply(self.product.depth, left, right)
+        """The sums of one tile of `high` rows, and what follows them."""
+        row = vectors.name(tirx.min(number * self.high, self.rows - high))
+        tile = RegisterTile(high, covering(self.wide, self.profile.stored_lanes), self.profile)
+        tile.multiply(self.product.depth, self.left(z, number, row, high), right)
 
         # One row's code in a loop: that of all rows side by side would take the compiler a long time.
         sums = tile.spilled()
 
         def store(width: int) -> None:
-            with steps(self.high) as i:
+            with steps(high) as i:
                 for begin, lanes in covering(width, self.profile.lanes):
                     value = vectors.load(sums, i * self.wide + begin, lanes)
                     self.store((*z, *self.at(row + i), column + begin), lanes, value)
@@ -118,21 +119,22 @@ class _Writer:
         """A row's place on each of the axes that make the rows."""
         return spread(row, self.row_shape)
 
-    def left(self, z: Sequence[Position], number: Position, row: Position) -> Multipliers:
+    def left(self, z: Sequence[Position], number: Position, row: Position, high: int) -> Multipliers:
         """How the multipliers of a tile of rows are read, given the tile's number and first row."""
         left, stored = self.product.left, self.profile.stored
         buffer, layout = self.buffers[left.argument], left.layout
         if isinstance(left, Panels):
             panel = vectors.name(address(layout, (*z, number, 0, 0)))
             return across_rows(
-                self.high,
-                lambda k, i, n: vectors.load(buffer, panel + k * self.high + i, n, dtype=stored),
+                high,
+                lambda k, i, n: vectors.load(buffer, panel + k * left.width + i, n, dtype=stored),
                 self.profile,
+                left.width,
             )
-        begins = [vectors.name(address(layout, (*z, *self.at(row + i), 0))) for i in range(self.high)]
+        begins = [vectors.name(address(layout, (*z, *self.at(row + i), 0))) for i in range(high)]
         along_depth = layout.strides[-1]
         return along_rows(
-            self.high,
+            high,
             lambda i, k, n: vectors.load(buffer, begins[i] + k * along_depth, n, dtype=stored),
             self.profile,
             self.profile.by_lane and along_depth == 1,

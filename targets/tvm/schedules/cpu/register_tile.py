@@ -169,16 +169,22 @@ def along_rows(rows: int, load: Callable[[int, Position, int], Value], profile: 
     return Multipliers(take, at_once, TURNS * at_once if by_lane else 1)
 
 
-def across_rows(rows: int, load: Callable[[Position, int, int], Value], profile: Profile) -> Multipliers:
-    """Those of a packed matrix: `load(step, begin, n)` gives a step's numbers of n rows from `begin` on."""
+def across_rows(
+    rows: int, load: Callable[[Position, int, int], Value], profile: Profile, width: int | None = None
+) -> Multipliers:
+    """Those of a packed matrix: `load(step, begin, n)` gives a step's numbers of n rows from `begin` on.
+
+    `width`: of its panels, where a tile has fewer `rows`.
+    """
 
     def take(first: Position, count: int) -> Sequence[Sequence[Value]]:
         return [
             [
                 vectors.lane(vector, row) if n > 1 else vector
-                for begin, n in vectors.pieces(rows, profile.stored_lanes)
+                for begin, n in vectors.pieces(width or rows, profile.stored_lanes)
+                if begin < rows
                 for vector in [vectors.name(load(first + step, begin, n))]
-                for row in range(n)
+                for row in range(min(n, rows - begin))
             ]
             for step in range(count)
         ]
