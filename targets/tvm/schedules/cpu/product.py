@@ -84,7 +84,7 @@ class _Writer:
         with each((*self.outer, self.across, self.parts), work) as (*z, panel, part):
             column, right = self.right(z, panel)
             with steps(self.per_part) as step:
-                if isinstance(self.product.right, Panels) and self.per_part > 1:
+                if isinstance(self.product.right, Panels) and self.per_part > 1 and self.across > 1:
                     self.fetch_next(z, panel, step)
                 number = vectors.name(tirx.min(part * self.per_part + step, self.down - 1))
                 tile = functools.partial(self.tile, z, panel, number, column, right)
@@ -173,7 +173,10 @@ class _Writer:
         """Ask for the next panel's share while this one is used."""
         right = self.product.right
         size, in_line = self.product.depth * self.wide, CACHE_LINE // SIZES[self.profile.stored]
-        lines = -(-size // (in_line * self.per_part))
-        begin = address(right.layout, (*z, tirx.min(panel + 1, self.across - 1), 0, 0))
-        with steps(lines) as line:
-            prefetch(self.buffers[right.argument], begin + tirx.min((step * lines + line) * in_line, size - 1))
+        share = -(-size // (in_line * self.per_part)) * in_line
+        shares = -(-size // share)
+        # The last share ends beyond the panel, and that of the last panel but one would beyond the tensor.
+        begin = vectors.name(tirx.min((panel + 1) * size, self.across * size - shares * share))
+        at = address(right.layout, (*z, 0, 0, 0)) + begin + tirx.min(step, shares - 1) * share
+        for line in range(0, share, in_line):
+            prefetch(self.buffers[right.argument], at + line)
