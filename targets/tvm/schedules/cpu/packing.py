@@ -1,7 +1,7 @@
 """Operands of products rearranged so that a tile reads its columns one row of vectors after the other."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,19 +86,23 @@ class _Writer:
         def column(at: int) -> Position:
             return tirx.min(self.first + at, self.pack.columns - 1) if filled else self.first + at
 
-        for begin, lanes in pieces(self.pack.width, self.profile.lanes):
-            whole = self.pack.depth // lanes
+        for lanes, group in itertools.groupby(pieces(self.pack.width, self.profile.lanes), lambda piece: piece[1]):
+            begins = [begin for begin, _ in group]
+            whole = self.pack.depth - self.pack.depth % lanes
             if whole:
-                with steps(whole) as block:
-                    columns = [
-                        evaluate(self.columnwise, self.buffers, (*self.z, column(begin + at), block * lanes), lanes)
-                        for at in range(lanes)
-                    ]
-                    for row, vector in enumerate(vectors.transposed(columns)):
-                        self.store(block * lanes + row, begin, vector, lanes)
-            for row, at in itertools.product(range(whole * lanes, self.pack.depth), range(begin, begin + lanes)):
-                number = evaluate(self.pack.value, self.buffers, (*self.z, row, column(at)), 1)
-                self.store(row, at, number, 1)
+                with steps(whole // lanes) as block:
+                    for begin in begins:
+                        self.square(block * lanes, begin, lanes, column)
+            for row, begin, at in itertools.product(range(whole, self.pack.depth), begins, range(lanes)):
+                number = evaluate(self.pack.value, self.buffers, (*self.z, row, column(begin + at)), 1)
+                self.store(row, begin + at, number, 1)
+
+    def square(self, row: Position, begin: int, lanes: int, column: Callable[[int], Position]) -> None:
+        columns = [
+            evaluate(self.columnwise, self.buffers, (*self.z, column(begin + at), row), lanes) for at in range(lanes)
+        ]
+        for number, vector in enumerate(vectors.transposed(columns)):
+            self.store(row + number, begin, vector, lanes)
 
     def filled(self) -> None:
         """Number by number, the last column again and again beyond it."""
