@@ -178,5 +178,5 @@ class _Writer:
         # The last share ends beyond the panel, and that of the last panel but one would beyond the tensor.
         begin = vectors.name(tirx.min((panel + 1) * size, self.across * size - shares * share))
         at = address(right.layout, (*z, 0, 0, 0)) + begin + tirx.min(step, shares - 1) * share
-        for line in range(0, share, in_line):
-            prefetch(self.buffers[right.argument], at + line)
+        with steps(share // in_line) as line:
+            prefetch(self.buffers[right.argument], at + line * in_line)
