@@ -9,7 +9,16 @@ from typing import Any
 from tvm import tirx
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, prefetch, steps, when
+from attnrewrite.targets.tvm.schedules.cpu.function import (
+    address,
+    by_pairs,
+    each,
+    evaluate,
+    function,
+    prefetch,
+    steps,
+    when,
+)
 from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, spread
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import (
     Band,
@@ -105,10 +114,11 @@ class _Writer:
         sums = tile.spilled()
 
         def store(width: int) -> None:
-            with steps(high) as i:
-                for begin, lanes in covering(width, self.profile.lanes):
-                    value = vectors.load(sums, i * self.wide + begin, lanes)
-                    self.store((*z, *self.at(row + i), column + begin), lanes, value)
+            for begin, lanes in covering(width, self.profile.lanes):
+                with by_pairs(high) as rows:
+                    for i in rows:
+                        value = vectors.load(sums, i * self.wide + begin, lanes)
+                        self.store((*z, *self.at(row + i), column + begin), lanes, value)
 
         if not self.narrow or self.across == 1:
             store(self.narrow or self.wide)
