@@ -157,9 +157,10 @@ class _Writer:
         self.begin(sums, panel, high)
         left = vectors.name(block * self.groups * self.high)
         right = vectors.name(panel * self.groups * self.wide)
-        with steps(self.groups // TURNS) as chunk:
-            for turn in range(TURNS):
-                group = chunk * TURNS + turn
+        turns = TURNS if self.groups % (2 * TURNS) else 2 * TURNS
+        with steps(self.groups // turns) as chunk:
+            for turn in range(turns):
+                group = chunk * turns + turn
                 self.add(sums, left + group * self.high, right + group * self.wide, high)
         self.finish(sums, block, panel, high)
 
