@@ -12,7 +12,7 @@ tvm = pytest.importorskip("tvm")
 from kernels import HOST, Shape, erf
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.attention import _block as keys_in_block
+from attnrewrite.targets.tvm.schedules.cpu.attention import panels_in_block
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import best_bands, packs_left, panels
 from attnrewrite.targets.tvm.schedules.profile import cores, profile
@@ -128,6 +128,6 @@ def test_no_panel_of_keys_makes_a_block_alone(l1: int) -> None:
     processor = replace(profile("cortex-a76"), l1=l1)
     for keys in range(8, 20000, 8):
         count = keys // 8
-        block = keys_in_block(processor, 12, panels(0, (), 64, keys, 8))
+        block = panels_in_block(processor, 12, panels(0, (), 64, keys, 8))
         assert count == 1 or count % block != 1
         assert 4 * 12 * 8 * block <= l1 // 2
