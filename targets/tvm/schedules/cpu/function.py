@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as T
 
@@ -61,15 +60,14 @@ def steps(count: int) -> Iterator[Position]:
         yield index
 
 
-@contextmanager
-def by_pairs(count: int) -> Iterator[list[Position]]:
-    """A loop on one thread with two indices in a turn, so that neither waits for the other; where one is left, it has
-    the last but one again.
-    """
-    last = max(count - 2, 0)
-    with steps(-(-count // 2)) as pair:
-        first = tirx.min(pair * 2, last) if count % 2 else pair * 2
-        yield [first + i for i in range(min(count, 2))]
+def by_pairs(count: int, visit: Callable[[Position], None]) -> None:
+    """Visit so many indices on one thread, two in a turn of the loop, so that neither waits for the other."""
+    if count > 1:
+        with steps(count // 2) as pair:
+            for i in range(2):
+                visit(pair * 2 + i)
+    if count % 2:
+        visit(count - 1)
 
 
 def scratch(length: int, dtype: str = FLOAT32) -> Any:

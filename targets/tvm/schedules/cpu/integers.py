@@ -204,11 +204,13 @@ class _Writer:
 
         def store(width: int) -> None:
             for begin, lanes in pieces(width, 2 * self.lanes):
-                with by_pairs(high) as rows:
-                    for row in rows:
-                        value = vectors.load(memory, row * self.wide + begin, lanes)
-                        index = (*place(self.row_shape, first + row), panel * self.wide + begin)
-                        self.store(index, lanes, vectors.number(value))
+
+                def put(row: Position, begin: int = begin, lanes: int = lanes) -> None:
+                    value = vectors.load(memory, row * self.wide + begin, lanes)
+                    index = (*place(self.row_shape, first + row), panel * self.wide + begin)
+                    self.store(index, lanes, vectors.number(value))
+
+                by_pairs(high, put)
 
         if not narrow or self.across == 1:
             store(narrow or self.wide)

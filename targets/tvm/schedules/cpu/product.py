@@ -115,10 +115,12 @@ class _Writer:
 
         def store(width: int) -> None:
             for begin, lanes in covering(width, self.profile.lanes):
-                with by_pairs(high) as rows:
-                    for i in rows:
-                        value = vectors.load(sums, i * self.wide + begin, lanes)
-                        self.store((*z, *self.at(row + i), column + begin), lanes, value)
+
+                def put(i: Position, begin: int = begin, lanes: int = lanes) -> None:
+                    value = vectors.load(sums, i * self.wide + begin, lanes)
+                    self.store((*z, *self.at(row + i), column + begin), lanes, value)
+
+                by_pairs(high, put)
 
         if not self.narrow or self.across == 1:
             store(self.narrow or self.wide)
