@@ -103,6 +103,23 @@ def test_attention_in_one_kernel(
     close(run(), mixed.swapaxes(1, 2).reshape(batch, queries, -1), np.abs(third).max() * rounding)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_attention_with_a_bias_of_each_pair(turned: bool) -> None:
+    q, k, v = values(*3 * [(1, 2, 30, 16)])
+    (bias,) = values((2, 30, 30))
+
+    def attention(q: object, k: object, v: object, bias: object) -> object:
+        scores = relax.op.matmul(q, relax.op.permute_dims(k, (0, 1, 3, 2)))
+        beside = relax.op.permute_dims(bias, (0, 2, 1)) if turned else bias
+        return relax.op.matmul(relax.op.nn.softmax(relax.op.add(scores, beside)), v)
+
+    rules, run = scheduled([q, k, v, bias], attention, processor=ARM)
+    assert rules == ["attention"]
+    first, second, third, fourth = wide(q, k, v, bias)
+    scores = first @ second.swapaxes(2, 3) + (fourth.swapaxes(1, 2) if turned else fourth)
+    close(run(), softmax(scores) @ third, np.abs(third).max() * (1 + np.abs(scores).max()))
+
+
 @DRAWN
 @given(
     rows=sizes, channels=st.integers(1, 130), offset=st.sampled_from([0.0, 50.0]), scale=st.sampled_from([1e-9, 1, 1e9])
