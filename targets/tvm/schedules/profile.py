@@ -27,7 +27,8 @@ class Profile:
     """A processor core. `lanes` are the float32 of a vector register, `registers` how many of those there are.
 
     `by_lane`: a multiply-add takes its multiplier from any lane of a register (NEON); elsewhere it is broadcast from
-    memory. `tiles` are for products, the widest first, `dot_tile` for those of integers of eight bits. Caches in bytes.
+    memory. `tiles` are for products, the widest first, `packed` for those whose left operand is packed, `dot_tile` for
+    those of integers of eight bits. Caches in bytes.
     `stored` is the type of what kernels leave for others, of the weights of products, and of products.
     """
 
@@ -37,6 +38,7 @@ class Profile:
     registers: int
     by_lane: bool
     tiles: tuple[Tile, ...]
+    packed: tuple[Tile, ...]
     dot_tile: Tile
     l1: int
     l2: int
@@ -55,8 +57,11 @@ class Profile:
 
     def storing(self, dtype: str) -> "Profile":
         """The same core for kernels that store and multiply numbers of a type: tiles of as many vectors."""
-        tiles = tuple(Tile(tile.rows, tile.columns * SIZES[self.stored] // SIZES[dtype]) for tile in self.tiles)
-        return replace(self, stored=dtype, tiles=tiles)
+
+        def wider(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+            return tuple(Tile(tile.rows, tile.columns * SIZES[self.stored] // SIZES[dtype]) for tile in tiles)
+
+        return replace(self, stored=dtype, tiles=wider(self.tiles), packed=wider(self.packed))
 
     @property
     def features(self) -> frozenset[str]:
@@ -164,7 +169,8 @@ def _profile(name: str, isa: str, target: Mapping[str, Any], l1: int, l2: int) -
         lanes=table["lanes"],
         registers=table["registers"],
         by_lane=table["by_lane"],
-        tiles=tuple(Tile(rows, columns) for rows, columns in table["tiles"]),
+        tiles=tuple(Tile(*tile) for tile in table["tiles"]),
+        packed=tuple(Tile(*tile) for tile in table.get("packed", ())),
         dot_tile=Tile(*table["dot_tile"]),
         l1=l1,
         l2=l2,

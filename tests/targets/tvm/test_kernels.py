@@ -21,6 +21,7 @@ DRAWN = settings(max_examples=8, deadline=None, suppress_health_check=list(Healt
 
 sizes = st.integers(1, 70)
 processors = st.sampled_from(PROCESSORS)
+ARM = PROCESSORS[1]
 images = st.tuples(st.integers(5, 19), st.integers(5, 19))
 scales = st.sampled_from([1e-18, 1.0, 1e15])
 
@@ -77,6 +78,9 @@ def test_product_of_two_tensors(batch: int, heads: int, rows: int, depth: int, c
     batch=st.integers(1, 2), heads=st.integers(1, 3), queries=sizes, keys=st.integers(1, 1300), 
     channels=st.integers(1, 40), masked=st.booleans(), scale=st.sampled_from([1e-6, 1.0, 30.0]), processor=processors,
 )  # fmt: skip
+@example(1, 2, 29, 1300, 13, True, 1.0, ARM)  # queries side by side, over several blocks of keys, and over one
+@example(2, 1, 24, 1025, 8, False, 30.0, ARM)
+@example(2, 3, 12, 8, 37, True, 1.0, ARM)
 def test_attention_in_one_kernel(
     batch: int, heads: int, queries: int, keys: int, channels: int, masked: bool, scale: float,
     processor: Profile,
@@ -97,6 +101,23 @@ def test_attention_in_one_kernel(
     # The scores' own rounding moves every probability by as much.
     rounding = 1 + np.abs(np.where(np.isfinite(scores), scores, 0)).max()
     close(run(), mixed.swapaxes(1, 2).reshape(batch, queries, -1), np.abs(third).max() * rounding)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_attention_with_a_bias_of_each_pair(turned: bool) -> None:
+    q, k, v = values(*3 * [(1, 2, 30, 16)])
+    (bias,) = values((2, 30, 30))
+
+    def attention(q: object, k: object, v: object, bias: object) -> object:
+        scores = relax.op.matmul(q, relax.op.permute_dims(k, (0, 1, 3, 2)))
+        beside = relax.op.permute_dims(bias, (0, 2, 1)) if turned else bias
+        return relax.op.matmul(relax.op.nn.softmax(relax.op.add(scores, beside)), v)
+
+    rules, run = scheduled([q, k, v, bias], attention, processor=ARM)
+    assert rules == ["attention"]
+    first, second, third, fourth = wide(q, k, v, bias)
+    scores = first @ second.swapaxes(2, 3) + (fourth.swapaxes(1, 2) if turned else fourth)
+    close(run(), softmax(scores) @ third, np.abs(third).max() * (1 + np.abs(scores).max()))
 
 
 @DRAWN

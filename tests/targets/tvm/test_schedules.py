@@ -109,6 +109,10 @@ def test_every_processor_leaves_registers_for_the_operands_of_a_tile(core: str) 
         wide = -(-tile.columns // processor.lanes)
         multipliers = tile.rows if processor.by_lane else 1
         assert tile.rows * wide + wide + multipliers <= processor.registers
+    for tile in processor.packed:
+        wide = -(-tile.columns // processor.lanes)
+        assert tile.rows * wide + wide + tile.rows // processor.lanes <= processor.registers
+    assert len({tile.rows for tile in processor.packed}) <= 1
     assert 0 < processor.l1 < processor.l2
 
 

@@ -1,6 +1,7 @@
 """Arithmetic and loads on vectors, compiled for this machine; how rows of numbers are cut into them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ tvm = pytest.importorskip("tvm")
 from kernels import HOST, Shape, erf
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu.attention import panels_in_block
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import best_bands
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import best_bands, packs_left, panels
 from attnrewrite.targets.tvm.schedules.profile import cores, profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 
@@ -27,10 +29,14 @@ def run(x: np.ndarray, shape: Shape, body: Callable[..., None]) -> np.ndarray:
     return found.numpy()
 
 
+FUNCTIONS = {"falling_power": lambda x: vectors.falling_power(x, -126.0)}
+
+
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
         *[("exp", -87.3, 88.7), ("exp", -2, 2), ("falling_exp", -87.3, 0), ("falling_exp", -2, 0)],
+        *[("falling_power", -126, 0), ("falling_power", -2, 0)],
         *[("erf", -5, 5), ("erf", -1e-3, 1e-3), ("gelu", -1, 1), ("gelu", -20, 90)],
     ],
 )
@@ -40,12 +46,13 @@ def test_functions_are_within_few_units_in_the_last_place(name: str, low: float,
 
     def body(read: object, written: object) -> None:
         with each((x.size // lanes,), 0) as (index,):
-            value = getattr(vectors, name)(vectors.name(vectors.load(read, index * lanes, lanes)))
+            value = FUNCTIONS.get(name, getattr(vectors, name))(vectors.name(vectors.load(read, index * lanes, lanes)))
             vectors.store(written, index * lanes, value, lanes)
 
     found = run(x, x.shape, body)
     wide = x.astype(np.float64)
-    expected = {"exp": np.exp, "falling_exp": np.exp, "erf": erf, "gelu": lambda x: x * (1 + erf(x / 2**0.5)) / 2}[name]
+    gelu = {"gelu": lambda x: x * (1 + erf(x / 2**0.5)) / 2}
+    expected = ({"exp": np.exp, "falling_exp": np.exp, "falling_power": np.exp2, "erf": erf} | gelu)[name]
     # What gelu leaves of a negative number is a difference: its units are its argument's, as in every float32 gelu.
     units = np.spacing(np.abs(x if name == "gelu" else expected(wide)).astype(np.float32)).astype(np.float64)
     assert np.abs((found - expected(wide)) / units).max() <= (4 if name == "gelu" else 2)
@@ -62,6 +69,26 @@ def test_numbers_apart_become_neighbours(lanes: int, stride: int) -> None:
     assert run(x, (lanes,), body).tolist() == [3 + lane * stride for lane in range(lanes)]
 
 
+@pytest.mark.parametrize("lanes", [1, 2, 4, 8, 16])
+def test_a_square_is_transposed(lanes: int) -> None:
+    x = np.arange(lanes * lanes, dtype=np.float32)
+
+    def body(read: object, written: object) -> None:
+        for row, vector in enumerate(vectors.transposed([vectors.load(read, i * lanes, lanes) for i in range(lanes)])):
+            vectors.store(written, row * lanes, vector, lanes)
+
+    np.testing.assert_array_equal(run(x, (lanes, lanes), body), x.reshape(lanes, lanes).T)
+
+
+def test_the_larger_of_a_number_and_none_is_the_number() -> None:
+    x = np.array([1, 2, np.nan, 2, 2, 1, 2, np.nan], np.float32)
+
+    def body(read: object, written: object) -> None:
+        vectors.store(written, 0, vectors.larger(vectors.load(read, 0, 4), vectors.load(read, 4, 4)), 4)
+
+    assert run(x, (4,), body).tolist() == [2, 2, 2, 2]
+
+
 @pytest.mark.parametrize("lanes", [1, 4, 16])
 def test_vectors_of_one_width_cover_a_row(lanes: int) -> None:
     for length in range(1, 70):
@@ -70,6 +97,18 @@ def test_vectors_of_one_width_cover_a_row(lanes: int) -> None:
         assert {width for _, width in found} == {found[0][1]}
         assert len(found) == -(-length // found[0][1])
         assert found[0][1] == lanes or found[0][1] * 2 > length
+
+
+@pytest.mark.parametrize(
+    ("core", "rows", "columns", "packs"),
+    [
+        *[("cortex-a76", 197, 576, True), ("cortex-a76", 8, 192, True), ("cortex-a76", 7, 576, False)],
+        *[("cortex-a76", 197, 8, False), ("haswell", 197, 576, False)],
+    ],
+)
+def test_a_left_operand_is_packed_where_that_pays(core: str, rows: int, columns: int, packs: bool) -> None:
+    processor = profile(core)
+    assert packs_left(processor, rows, best_bands(processor, rows, columns)) is packs
 
 
 @pytest.mark.parametrize("core", cores())
@@ -82,3 +121,13 @@ def test_bands_hold_every_column_and_whole_vectors(core: str) -> None:
         )
         assert all(band.columns >= min(columns, processor.lanes) for band in bands)
     assert len(best_bands(processor, 64, 16 * 48)) == 1
+
+
+@pytest.mark.parametrize("l1", [1 << 15, 1 << 16])
+def test_no_panel_of_keys_makes_a_block_alone(l1: int) -> None:
+    processor = replace(profile("cortex-a76"), l1=l1)
+    for keys in range(8, 20000, 8):
+        count = keys // 8
+        block = panels_in_block(processor, 12, panels(0, (), 64, keys, 8))
+        assert count == 1 or count % block != 1
+        assert 4 * 12 * 8 * block <= l1 // 2

@@ -11,7 +11,7 @@ from attnrewrite.targets.tvm.schedules.cpu.elementwise import copying
 from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, gathered
 from attnrewrite.targets.tvm.schedules.cpu.packing import Pack, packed, rounded
 from attnrewrite.targets.tvm.schedules.cpu.product import Product
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Band, Panels, best_bands, best_tile, panel_shape, panels
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, best_bands, packs_left, panel_shape, panels
 from attnrewrite.targets.tvm.schedules.expression import (
     Apply,
     Arguments,
@@ -26,7 +26,7 @@ from attnrewrite.targets.tvm.schedules.expression import (
     substituted,
 )
 from attnrewrite.targets.tvm.schedules.graph import strided
-from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
+from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Function, Kernel, Step, Temporary
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguous
 
@@ -56,15 +56,22 @@ class Assembly:
         return View(self.add(filled, arguments.bases, space), contiguous(space))
 
     def pack(
-        self, value: Expression, batch: Shape, columns: int, depth: int, tile: Tile, into: Arguments, profile: Profile
+        self,
+        value: Expression,
+        batch: Shape,
+        columns: int,
+        depth: int,
+        width: int,
+        into: Arguments,
+        profile: Profile,
+        shared: bool = False,
     ) -> Panels:
-        """A right operand over [batch..., depth, columns] as panels; those of a constant are made now."""
-        width = tile.columns
+        """An operand over [batch..., depth, columns] as panels, as `Pack` has them, those of a constant made now."""
         if isinstance(value, Leaf) and isinstance(value.view.base, np.ndarray):
-            array = packed(rounded(strided(value.view.base, value.view.layout), profile.stored), width)
+            array = packed(rounded(strided(value.view.base, value.view.layout), profile.stored), width, shared)
             return panels(into.number(array), batch, depth, columns, width)
         read = Arguments()
-        function = Pack(batch, depth, columns, width, read.loading(value))
+        function = Pack(batch, depth, columns, width, read.loading(value), shared)
         made = self.add(function, read.bases, panel_shape(batch, depth, columns, width))
         return panels(into.number(made), batch, depth, columns, width)
 
@@ -84,25 +91,32 @@ class Assembly:
         """
         batch, columns, lead = out.shape[:-2], out.shape[-1], len(out.shape) - 2
         arguments = Arguments()
-        first = arguments.load(_multiplied(self.view(left, (*out.shape[:-1], depth)), profile))
+        rows_of = _multiplied(self.view(left, (*out.shape[:-1], depth)), profile)
         after = arguments.loading(epilogue)
         if is_shared(right, lead):
             # One right operand for the whole batch: whose rows are then rows of a single product, where strides allow.
             right, batch = without(right, lead), ()
-            (left_layout, out), after = joined([first.layout, out], after, lead + 1)
-            first = replace(first, layout=left_layout)
+            (left_layout, out), after = joined([rows_of.layout, out], after, lead + 1)
+            rows_of = replace(rows_of, layout=left_layout)
         row_axes = 1 if batch else len(out.shape) - 1
         rows = math.prod(out.shape[-1 - row_axes : -1])
-        bands = best_bands(profile, rows, columns)
-        second: Load | Panels | Gathered
-        if isinstance(right, Leaf) and len(right.view.layout.shape) > len(batch) + 2:
-            second = gathered(arguments.load(right.view), len(batch), depth)
-        elif isinstance(right, Leaf) and has_rows(right.view):
-            second = arguments.load(right.view)
+        is_gathered = isinstance(right, Leaf) and len(right.view.layout.shape) > len(batch) + 2
+        whole = not is_gathered and not (isinstance(right, Leaf) and has_rows(right.view))
+        bands = best_bands(profile, rows, columns, whole)
+        first: Load | Panels
+        if (flat := rows_of.layout.reshape((*batch, rows, depth))) is not None and packs_left(profile, rows, bands):
+            bands = best_bands(profile, rows, columns, whole, packed=True)
+            turned = Leaf(replace(rows_of, layout=flat.permute((*range(len(batch)), -1, -2))))
+            first = self.pack(turned, batch, rows, depth, bands[0].tile.rows, arguments, profile)
         else:
-            tile = best_tile(profile, rows, columns)
-            bands = (Band(0, columns, tile),)
-            second = self.pack(right, batch, columns, depth, tile, arguments, profile)
+            first = arguments.load(rows_of)
+        second: Load | Panels | Gathered
+        if whole:
+            second = self.pack(right, batch, columns, depth, bands[0].tile.columns, arguments, profile)
+        else:
+            assert isinstance(right, Leaf)
+            loaded = arguments.load(right.view)
+            second = gathered(loaded, len(batch), depth) if is_gathered else loaded
         if batch:
             layouts, after = joined([first.layout, second.layout, out], after, lead)
             first, second = replace(first, layout=layouts[0]), replace(second, layout=layouts[1])

@@ -1,243 +1,49 @@
-"""Attention in one kernel: scores, softmax and the sum of values for a few queries at a time, over blocks of keys.
+"""The rule for attention: a product with the softmax of another product, in one kernel."""
 
-The scores of a block are kept in memory of the thread's own; where there are several blocks, the sums so far are taken
-down to the largest score yet (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
-"""
-
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import tirx
-
 from attnrewrite.errors import Refusal
-from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded, scaled
-from attnrewrite.targets.tvm.schedules.cpu.function import (
-    address,
-    along,
-    each,
-    evaluate,
-    function,
-    scratch,
-    steps,
-    when,
+from attnrewrite.targets.tvm.schedules.cpu.attention_across import BASE, AttentionAcross
+from attnrewrite.targets.tvm.schedules.cpu.attention_along import Attention
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, best_tiles, packed_tile
+from attnrewrite.targets.tvm.schedules.expression import (
+    Apply,
+    Arguments,
+    Expression,
+    Leaf,
+    Number,
+    Result,
+    factored,
+    loads,
+    ordered,
 )
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile, best_tiles
-from attnrewrite.targets.tvm.schedules.cpu.rows import NEGLIGIBLE, fold, total
-from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
-from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, Load, factored
 from attnrewrite.targets.tvm.schedules.graph import shape
-from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile
-from attnrewrite.targets.tvm.schedules.rule import Argument, Call, Kernel, Rule
+from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
 from attnrewrite.targets.tvm.schedules.trace import operand, scaled_view, trace
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View
 
-LOWEST = -3.0e38  # where the search for the largest score begins: finite, so that a masked block leaves no nan
-
 
 @dataclass(frozen=True)
-class Attention:
-    """out = epilogue(softmax(scores(query key^T)) value) over [outer..., tokens, channels].
-
-    `key` is packed [outer..., panels, channels, width]; `scores` are over [outer..., queries, keys]. `rows` queries go
-    at a time, over blocks of `block` panels of keys, `columns` channels of the value in a tile.
+class _Operands:
+    """What attention is of: `query` over [batch..., queries, depth], `key` over [batch..., depth, keys], `value` over
+    [batch..., keys, channels]; scores are `scores` of the products times `factor`.
     """
 
-    query: Load
-    key: Panels
-    value: Load
+    batch: Shape
+    queries: int
     keys: int
+    depth: int
+    channels: int
+    query: Leaf
+    key: Expression
+    value: Expression
+    factor: float
     scores: Expression
     out: Layout
     epilogue: Expression
-    rows: int
-    columns: int
-    block: int
-    name: str = "attention"
-
-    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
-        return function(arguments, lambda *buffers: _Writer(self, buffers, profile).write())
-
-
-class _Writer:
-    """The statements of one attention."""
-
-    def __init__(self, attention: Attention, buffers: Sequence[Any], profile: Profile) -> None:
-        self.attention, self.buffers, self.profile = attention, buffers, profile
-        self.outer, self.queries, self.channels = attention.out.shape[:-2], *attention.out.shape[-2:]
-        self.depth, self.width = attention.key.layout.shape[-2:]
-        self.panels, self.rows = attention.key.layout.shape[-3], attention.rows
-        self.blocks = -(-self.panels // attention.block)
-        self.length = attention.block * self.width  # of a block's row of scores
-        self.lanes = profile.lanes
-
-    def write(self) -> None:
-        tiles = -(-self.queries // self.rows)
-        work = math.prod(self.outer) * self.queries * self.attention.keys * self.depth
-        with each((*self.outer, tiles), work) as (*z, tile):
-            query = vectors.name(tirx.min(tile * self.rows, self.queries - self.rows))
-            scores = scratch(self.rows * self.length)
-            state = _State(self, scores)
-            with steps(self.blocks) as block:
-                self.score(z, query, block, scores)
-                state.take()
-                state.sum_values(z, block)
-            state.finish(z, query)
-
-    def score(self, z: Sequence[Position], query: Position, block: Position, scores: Any) -> None:
-        """The scores of a block; -inf beyond the last key."""
-        attention = self.attention
-        rest = attention.keys % self.width
-        if self.panels % attention.block:
-            # The last block has fewer panels than the others.
-            along(
-                (self.rows * self.length,),
-                self.lanes,
-                lambda _, at, n: vectors.store(scores, at, vectors.splat(-math.inf, n), n),
-            )
-        with steps(
-            tirx.min(attention.block, self.panels - block * attention.block) if self.blocks > 1 else self.panels
-        ) as step:
-            panel = block * attention.block + step
-            tile = RegisterTile(self.rows, pieces(self.width, self.profile.stored_lanes), self.profile)
-            tile.multiply(
-                self.depth,
-                lambda i, k, n: self.read(attention.query, (*z, query + i, k), n),
-                lambda k, begin, n: self.read(attention.key, (*z, panel, k, begin), n),
-                self.profile.by_lane and attention.query.layout.strides[-1] == 1,
-            )
-
-            def keep(count: int) -> None:
-                for i in range(self.rows):
-                    at = i * self.length + step * self.width
-                    for begin, n in pieces(count, self.lanes):
-                        index = (*z, query + i, panel * self.width + begin)
-                        score = evaluate(attention.scores, self.buffers, index, n, tile.value(i, begin, n))
-                        vectors.store(scores, at + begin, score, n)
-                    for begin, n in pieces(self.width - count, self.lanes):
-                        vectors.store(scores, at + count + begin, vectors.splat(-math.inf, n), n)
-
-            if not rest or self.panels == 1:
-                keep(rest or self.width)
-            else:
-                when(panel < self.panels - 1, lambda: keep(self.width), lambda: keep(rest))
-
-    def read(self, load: Load | Panels, index: Sequence[Position], lanes: int) -> Value:
-        return vectors.load(self.buffers[load.argument], address(load.layout, index), lanes, dtype=self.profile.stored)
-
-
-class _State:
-    """What is kept of the blocks so far, for each query: the largest score, the sum of its exponentials, the values'.
-
-    With a single block, the values' sums never leave the registers. Exponentials are of the type of products,
-    and lie in the place of the scores where those are of it, too.
-    """
-
-    def __init__(self, writer: _Writer, scores: Any) -> None:
-        self.writer, self.scores, self.several = writer, scores, writer.blocks > 1
-        stored = writer.profile.stored
-        self.powers = scores if stored == FLOAT32 else scratch(writer.rows * writer.length, stored)
-        rows = writer.rows
-        self.largest, self.total, self.decay = scratch(rows), scratch(rows), scratch(rows)
-        if self.several:
-            self.sums = scratch(rows * writer.channels)
-            for row in range(rows):
-                vectors.store(self.largest, row, vectors.splat(LOWEST, 1), 1)
-                vectors.store(self.total, row, vectors.splat(0.0, 1), 1)
-            along(
-                (rows * writer.channels,),
-                writer.lanes,
-                lambda _, at, n: vectors.store(self.sums, at, vectors.splat(0.0, n), n),
-            )
-
-    def take(self) -> None:
-        """Turn a block's scores into exponentials, relative to the largest score yet."""
-        length, lanes = self.writer.length, self.writer.lanes
-        with steps(self.writer.rows) as row:
-            begin = row * length
-            known = self.largest[row] if self.several else vectors.splat(LOWEST, 1)
-            highest = fold(
-                (length,), lanes, lambda _, at, n: vectors.load(self.scores, begin + at, n), LOWEST, vectors.maximum
-            )
-            largest = vectors.name(vectors.maximum(known, highest))
-
-            def raised(_: list[Position], at: Position, n: int) -> Value:
-                value = vectors.name(vectors.load(self.scores, begin + at, n) - vectors.splat(largest, n))
-                power = vectors.falling_exp(value, NEGLIGIBLE)
-                vectors.store(self.powers, begin + at, power, n)
-                return power
-
-            sum_ = total((length,), lanes, raised)
-            if self.several:
-                decay = vectors.falling_exp(vectors.name(known - largest), NEGLIGIBLE)
-                vectors.store(self.decay, row, decay, 1)
-                vectors.store(self.largest, row, largest, 1)
-                sum_ = self.total[row] * decay + sum_
-            vectors.store(self.total, row, sum_, 1)
-
-    def sum_values(self, z: Sequence[Position], block: Position) -> None:
-        """Add a block's values, each times its exponential; with a single block, that is left to `finish`."""
-        if not self.several:
-            return
-        writer = self.writer
-        first = block * writer.length
-
-        def keep(row: int, at: Position, n: int, value: Value) -> None:
-            place = row * writer.channels + at
-            before = vectors.load(self.sums, place, n) * vectors.splat(self.decay[row], n)
-            vectors.store(self.sums, place, before + value, n)
-
-        self.product(z, lambda k: tirx.min(first + k, writer.attention.keys - 1), writer.length, keep)
-
-    def finish(self, z: Sequence[Position], query: Position) -> None:
-        writer = self.writer
-        attention = writer.attention
-
-        def put(row: int, at: Position, n: int, value: Value) -> None:
-            index = (*z, query + row, at)
-            share = vectors.splat(1.0, 1) / self.total[row]
-            value = vectors.name(value * vectors.splat(share, n))
-            value = evaluate(attention.epilogue, writer.buffers, index, n, value)
-            vectors.store(writer.buffers[-1], address(attention.out, index), value, n, attention.out.strides[-1])
-
-        if not self.several:
-            self.product(z, lambda k: k, attention.keys, put)
-            return
-        for row in range(writer.rows):
-            begin = row * writer.channels
-            along(
-                (writer.channels,),
-                writer.lanes,
-                lambda index, at, n, row=row, begin=begin: put(  # type: ignore[misc]
-                    row, at, n, vectors.load(self.sums, begin + at, n)
-                ),
-            )
-
-    def product(self, z: Sequence[Position], key: Any, depth: int, keep: Any) -> None:
-        """Exponentials times values: `keep(row, channel, lanes, value)` gets the sums."""
-        writer = self.writer
-        wide = min(writer.attention.columns, writer.channels)
-        full, rest = divmod(writer.channels, wide)
-        with steps(full) as part:
-            self.part(z, part * wide, wide, key, depth, keep)
-        if rest:
-            self.part(z, full * wide, rest, key, depth, keep)
-
-    def part(self, z: Sequence[Position], channel: Position, wide: int, key: Any, depth: int, keep: Any) -> None:
-        """The product for `wide` channels from `channel` on. No two parts share a channel, as sums are added to."""
-        writer = self.writer
-        tile = RegisterTile(writer.rows, pieces(wide, writer.profile.stored_lanes), writer.profile)
-        tile.multiply(
-            depth,
-            lambda i, k, n: vectors.load(self.powers, i * writer.length + k, n, dtype=writer.profile.stored),
-            lambda k, begin, n: writer.read(writer.attention.value, (*z, key(k), channel + begin), n),
-            writer.profile.by_lane,
-        )
-        for row in range(writer.rows):
-            for begin, n in pieces(wide, writer.lanes):
-                keep(row, channel + begin, n, tile.value(row, begin, n))
 
 
 def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
@@ -265,21 +71,61 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     packed, second = factored(key.expression)
     covers = (*mixed.covers, softmax, *scores.covers, *query_covers, *key.covers, *value.covers)
     assembly, arguments = Assembly(covers), Arguments()
-    query_load = arguments.load(_over(query, (*batch, queries, depth)).view)
-    score_tile, value_tile = best_tiles(profile, queries, (keys, depth), (channels, keys))
-    panels = assembly.pack(
-        expanded(packed, (*batch, depth, keys)), tuple(batch), keys, depth, score_tile, arguments, profile
+    operands = _Operands(
+        tuple(batch),
+        queries,
+        keys,
+        depth,
+        channels,
+        _over(query, (*batch, queries, depth)),
+        expanded(packed, (*batch, depth, keys)),
+        expanded(value.expression, (*batch, keys, channels)),
+        first * second,
+        arguments.loading(scores.epilogue),
+        mixed.out,
+        arguments.loading(mixed.epilogue),
     )
-    rows_of_values = _rows(assembly, expanded(value.expression, (*batch, keys, channels)), (*batch, keys, channels))
-    value_load = arguments.load(rows_of_values)
-    after = arguments.loading(scaled(scores.epilogue, first * second))
-    epilogue = arguments.loading(mixed.epilogue)
-    block = _block(profile, score_tile.rows, panels)
-    function = Attention(
-        query_load, panels, value_load, keys, after, mixed.out, epilogue, score_tile.rows, value_tile.columns, block
-    )
+    made = _across if _goes_across(operands, profile) else _along
+    function = made(operands, assembly, arguments, profile)
     assembly.add(function, arguments.bases, shape(call.var))
     return assembly.kernel()
+
+
+def _goes_across(of: _Operands, profile: Profile) -> bool:
+    """Whether queries go side by side in vectors: whatever is read beside the scores must lie so."""
+    if not profile.packed:
+        return False
+    widest = profile.packed[0]
+    beside = all(load.layout.strides[-2] in (0, 1) for load in loads(of.scores))
+    return beside and of.queries >= widest.columns and min(of.keys, of.channels) >= widest.rows
+
+
+def _across(of: _Operands, assembly: Assembly, arguments: Arguments, profile: Profile) -> AttentionAcross:
+    tile = packed_tile(profile, of.queries, (of.keys, of.depth), (of.channels, of.keys))
+
+    def pack(value: Expression, columns: int, depth: int, width: int) -> Panels:
+        return assembly.pack(value, of.batch, columns, depth, width, arguments, profile, shared=True)
+
+    turned = (*range(len(of.batch)), -1, -2)
+    # Powers of two are the queries' own doing, where nothing comes between products and softmax.
+    plain = isinstance(of.scores, Result)
+    factor = Number(of.factor * BASE if plain else of.factor)
+    scores = of.scores if plain else Apply("multiply", (ordered(of.scores, turned), Number(BASE)))
+    query = pack(Apply("multiply", (ordered(of.query, turned), factor)), of.queries, of.depth, tile.columns)
+    key = pack(of.key, of.keys, of.depth, tile.rows)
+    value = pack(of.value, of.channels, of.keys, tile.rows)
+    block = panels_in_block(profile, tile.columns, key)
+    return AttentionAcross(query, key, value, of.keys, scores, of.out, of.epilogue, block)
+
+
+def _along(of: _Operands, assembly: Assembly, arguments: Arguments, profile: Profile) -> Attention:
+    query = arguments.load(of.query.view)
+    score_tile, value_tile = best_tiles(profile, of.queries, (of.keys, of.depth), (of.channels, of.keys))
+    key = assembly.pack(of.key, of.batch, of.keys, of.depth, score_tile.columns, arguments, profile)
+    value = arguments.load(_rows(assembly, of.value, (*of.batch, of.keys, of.channels)))
+    scores, block = scaled(of.scores, of.factor), panels_in_block(profile, score_tile.rows, key)
+    tiles = score_tile.rows, value_tile.columns
+    return Attention(query, key, value, of.keys, scores, of.out, of.epilogue, *tiles, block)
 
 
 def _softmax_behind(call: Call, var: Any) -> Any:
@@ -314,11 +160,15 @@ def _rows(assembly: Assembly, value: Expression, space: Shape) -> View:
     return assembly.copy(value, space)
 
 
-def _block(profile: Profile, rows: int, panels: Panels) -> int:
-    """How many panels of keys make a block: as many as leave its scores in half of the first cache, evenly shared."""
+def panels_in_block(profile: Profile, rows: int, panels: Panels) -> int:
+    """How many panels of keys make a block: as many as leave its scores in half of the first cache, evenly shared.
+
+    No panel, perhaps of few keys, is left over alone.
+    """
     count, _, width = panels.layout.shape[-3:]
     most = max(1, profile.l1 // 2 // (4 * rows * width))
-    return -(-count // -(-count // most))
+    even = -(-count // -(-count // most))
+    return next((block for block in range(even, 2, -1) if count % block != 1), even)
 
 
 ATTENTION = Rule("attention", _apply)

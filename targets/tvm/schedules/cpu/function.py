@@ -60,6 +60,16 @@ def steps(count: int) -> Iterator[Position]:
         yield index
 
 
+def by_pairs(count: int, visit: Callable[[Position], None]) -> None:
+    """Visit so many indices on one thread, two in a turn of the loop, so that neither waits for the other."""
+    if count > 1:
+        with steps(count // 2) as pair:
+            for i in range(2):
+                visit(pair * 2 + i)
+    if count % 2:
+        visit(count - 1)
+
+
 def scratch(length: int, dtype: str = FLOAT32) -> Any:
     """A buffer of the thread's own: on the stack up to so many bytes, and in registers where every place is a constant.
 

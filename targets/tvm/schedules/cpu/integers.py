@@ -13,13 +13,23 @@ from tvm import tirx
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.dot import TURNS, WORD, Dot, dot_of, flipped, groups_of, words
-from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, scratch, steps, when
+from attnrewrite.targets.tvm.schedules.cpu.function import (
+    address,
+    by_pairs,
+    each,
+    evaluate,
+    function,
+    scratch,
+    steps,
+    when,
+)
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression
 from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, unravel
 
+SIDE = 4  # rows that are rounded at a time, and words of each
 TASKS = 8  # parts to share among threads, where there are few panels
 
 
@@ -30,16 +40,11 @@ def place(rows: Shape, row: Position) -> list[Position]:
     return [row // step % size if size > 1 else 0 for step, size in unravel(rows)]
 
 
-def first_row(block: Position, high: int, count: int) -> Position:
-    """The row that a block begins with."""
-    return tirx.min(block * high, count - high) if count % high else block * high
-
-
 @dataclass(frozen=True)
 class Words:
     """`value` over [rows..., depth], rounded to integers, as words [blocks, groups, high].
 
-    The last block ends with the last row, and may share rows with the one before.
+    Rows beyond the last repeat it.
     """
 
     rows: Shape
@@ -56,37 +61,39 @@ class Words:
         dot = dot_of(profile)
         assert dot is not None
         blocks, groups, high = self.shape
-        count, wide = math.prod(self.rows), WORD * profile.lanes
+        count = math.prod(self.rows)
 
         def body(*buffers: Any) -> None:
             def write(at: Position, word: Value) -> None:
                 word = vectors.name(flipped(word) if dot.unsigned else word)
-                vectors.store(buffers[-1], at, word, vectors.lanes_of(word), high)
+                vectors.store(buffers[-1], at, word, vectors.lanes_of(word))
 
-            with each((blocks,), count * self.depth) as (block,), steps(high) as i:
-                index = place(self.rows, vectors.name(first_row(block, high, count) + i))
-                begin = block * groups * high + i
+            def read(row: Sequence[Position], at: Position, lanes: int) -> Value:
+                return vectors.name(evaluate(self.value, buffers, (*row, at), lanes))
 
-                def read(at: Position, lanes: int) -> Value:
-                    return vectors.name(evaluate(self.value, buffers, (*index, at), lanes))
-
-                def several(first: int, count: int, lanes: int) -> None:
-                    with steps(count) as chunk:
-                        found = words(read(first + chunk * lanes, lanes))
-                        write(begin + (first // WORD + chunk * (lanes // WORD)) * high, found)
-
-                done = self.depth // wide * wide
-                whole = self.depth // WORD * WORD
+            def square(block: Position, first: int, side: int) -> None:
+                """As many rows as words of each at a time, which change places."""
+                rows = [
+                    place(self.rows, vectors.name(tirx.min(block * high + first + i, count - 1))) for i in range(side)
+                ]
+                begin, lanes = block * groups * high + first, WORD * side
+                done = self.depth // lanes
                 if done:
-                    several(0, done // wide, wide)
-                if whole > done:
-                    several(done, (whole - done) // WORD, WORD)
-                for group in range(whole // WORD, groups):  # what is beyond the depth is multiplied by zeros
-                    held = scratch(WORD)
-                    for lane in range(WORD):
-                        at = group * WORD + lane
-                        vectors.store(held, lane, read(at, 1) if at < self.depth else vectors.splat(0.0, 1), 1)
-                    write(begin + group * high, words(vectors.load(held, 0, WORD)))
+                    with steps(done) as chunk:
+                        found = [vectors.name(words(read(row, chunk * lanes, lanes))) for row in rows]
+                        for group, word in enumerate(vectors.transposed(found)):
+                            write(begin + (chunk * side + group) * high, word)
+                for i, row in enumerate(rows):
+                    for group in range(done * side, groups):  # what is beyond the depth is multiplied by zeros
+                        held = scratch(WORD)
+                        for lane in range(WORD):
+                            at = group * WORD + lane
+                            vectors.store(held, lane, read(row, at, 1) if at < self.depth else vectors.splat(0.0, 1), 1)
+                        write(begin + i + group * high, words(vectors.load(held, 0, WORD)))
+
+            with each((blocks,), count * self.depth) as (block,):
+                for first, side in pieces(high, SIDE):
+                    square(block, first, side)
 
         return function(arguments, body)
 
@@ -135,29 +142,41 @@ class _Writer:
         work = self.product.out.size * self.product.depth
         with each((self.across, self.parts), work) as (panel, part), steps(self.per_part) as step:
             block = vectors.name(tirx.min(part * self.per_part + step, self.down - 1))
-            sums = scratch(self.high * self.wide, "int32")
-            self.begin(sums, panel)
-            left = vectors.name(block * self.groups * self.high)
-            right = vectors.name(panel * self.groups * self.wide)
-            with steps(self.groups // TURNS) as chunk:
-                for turn in range(TURNS):
-                    group = chunk * TURNS + turn
-                    self.add(sums, left + group * self.high, right + group * self.wide)
-            self.finish(sums, block, panel)
+            if short := self.rows % self.high:
+                when(
+                    block < self.down - 1,
+                    lambda: self.tile(panel, block, self.high),
+                    lambda: self.tile(panel, block, short),
+                )
+            else:
+                self.tile(panel, block, self.high)
 
-    def begin(self, sums: Any, panel: Position) -> None:
-        for row in range(self.high):
+    def tile(self, panel: Position, block: Position, high: int) -> None:
+        """`high` rows of a block, for a panel of columns."""
+        sums = scratch(high * self.wide, "int32")
+        self.begin(sums, panel, high)
+        left = vectors.name(block * self.groups * self.high)
+        right = vectors.name(panel * self.groups * self.wide)
+        turns = TURNS if self.groups % (2 * TURNS) else 2 * TURNS
+        with steps(self.groups // turns) as chunk:
+            for turn in range(turns):
+                group = chunk * turns + turn
+                self.add(sums, left + group * self.high, right + group * self.wide, high)
+        self.finish(sums, block, panel, high)
+
+    def begin(self, sums: Any, panel: Position, high: int) -> None:
+        for row in range(high):
             for begin, lanes in self.vectors:
                 value = vectors.integers(0, lanes)
                 if self.product.start is not None:
                     value = vectors.load(self.buffers[self.product.start], panel * self.wide + begin, lanes)
                 vectors.store(sums, row * self.wide + begin, value, lanes)
 
-    def add(self, sums: Any, left: Position, right: Position) -> None:
+    def add(self, sums: Any, left: Position, right: Position, high: int) -> None:
         """One word of depth: four products for each sum."""
         weights = self.buffers[self.product.right]
         loaded = [vectors.name(vectors.load(weights, right + begin, lanes)) for begin, lanes in self.vectors]
-        for row, word in enumerate(self.multipliers(left)):
+        for row, word in enumerate(self.multipliers(left)[:high]):
             for (begin, lanes), vector in zip(self.vectors, loaded, strict=True):
                 at = row * self.wide + begin
                 value = self.dot.add(vectors.load(sums, at, lanes), vectors.splat(word, lanes), vector)
@@ -174,21 +193,24 @@ class _Writer:
             found += [held] if lanes == 1 else [vectors.lane(held, lane) for lane in range(lanes)]
         return found
 
-    def finish(self, sums: Any, block: Position, panel: Position) -> None:
+    def finish(self, sums: Any, block: Position, panel: Position, high: int) -> None:
         """Write the sums, row by row: side by side, the code of all rows would take the compiler a long time."""
-        memory = scratch(self.high * self.wide, "int32")
-        for row in range(self.high):
+        memory = scratch(high * self.wide, "int32")
+        for row in range(high):
             for begin, lanes in self.vectors:
                 at = row * self.wide + begin
                 vectors.store(memory, at, vectors.load(sums, at, lanes), lanes)
-        narrow, first = self.columns % self.wide, vectors.name(first_row(block, self.high, self.rows))
+        narrow, first = self.columns % self.wide, vectors.name(block * self.high)
 
         def store(width: int) -> None:
-            with steps(self.high) as row:
-                index = place(self.row_shape, first + row)
-                for begin, lanes in pieces(width, 2 * self.lanes):
+            for begin, lanes in pieces(width, 2 * self.lanes):
+
+                def put(row: Position, begin: int = begin, lanes: int = lanes) -> None:
                     value = vectors.load(memory, row * self.wide + begin, lanes)
-                    self.store((*index, panel * self.wide + begin), lanes, vectors.number(value))
+                    index = (*place(self.row_shape, first + row), panel * self.wide + begin)
+                    self.store(index, lanes, vectors.number(value))
+
+                by_pairs(high, put)
 
         if not narrow or self.across == 1:
             store(narrow or self.wide)

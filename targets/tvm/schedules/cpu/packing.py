@@ -1,6 +1,7 @@
 """Operands of products rearranged so that a tile reads its columns one row of vectors after the other."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +11,19 @@ from tvm import tirx
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, steps, when
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import panel_shape
-from attnrewrite.targets.tvm.schedules.cpu.vectors import pieces
-from attnrewrite.targets.tvm.schedules.expression import Expression
+from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
+from attnrewrite.targets.tvm.schedules.expression import Expression, loads, ordered
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
-from attnrewrite.targets.tvm.schedules.view import Shape, contiguous
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
 
 @dataclass(frozen=True)
 class Pack:
     """Panels [outer..., panels, depth, width] of a computed operand, `value` over [outer..., depth, columns].
 
-    Columns beyond the last repeat it.
+    Where `shared`, the last panel ends with the last column, and has some of those before it, too; else it is filled up
+    with that column.
     """
 
     outer: Shape
@@ -29,30 +31,88 @@ class Pack:
     columns: int
     width: int
     value: Expression
+    shared: bool = False
     name: str = "pack"
 
     def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
         out = contiguous(panel_shape(self.outer, self.depth, self.columns, self.width))
-        count, rest = out.shape[-3], self.columns % self.width
+        count = out.shape[-3]
+        rest = 0 if self.shared else self.columns % self.width
 
         def body(*buffers: Any) -> None:
-            with each((*self.outer, count), out.size) as (*z, panel), steps(self.depth) as row:
-
-                def full() -> None:
-                    for begin, lanes in pieces(self.width, profile.lanes):
-                        at = (*z, row, panel * self.width + begin)
-                        vector = evaluate(self.value, buffers, at, lanes)
-                        vectors.store(buffers[-1], address(out, (*z, panel, row, begin)), vector, lanes)
-
-                def last() -> None:
-                    with steps(self.width) as column:
-                        at = tirx.min(panel * self.width + column, self.columns - 1)
-                        number = evaluate(self.value, buffers, (*z, row, at), 1)
-                        vectors.store(buffers[-1], address(out, (*z, panel, row, column)), number, 1)
-
-                when(panel < count - 1, full, last) if rest and count > 1 else last() if rest else full()
+            write = _Writer(self, buffers, profile, out)
+            with each((*self.outer, count), out.size) as (*z, panel):
+                write.z, write.panel = z, panel
+                if self.shared:
+                    write.first = vectors.name(tirx.min(panel * self.width, self.columns - self.width))
+                else:
+                    write.first = panel * self.width
+                full = write.turned if _along_depth(self.value) else write.straight
+                when(
+                    panel < count - 1, full, write.filled
+                ) if rest and count > 1 else write.filled() if rest else full()
 
         return function(arguments, body)
+
+
+def _along_depth(value: Expression) -> bool:
+    """Whether the numbers that are neighbours in memory are of one column."""
+    strides = [load.layout.strides for load in loads(value)]
+    return any(each[-2] == 1 for each in strides) and not any(each[-1] == 1 for each in strides)
+
+
+class _Writer:
+    """The statements for a panel, from its `first` column on."""
+
+    z: Sequence[Position]
+    panel: Position
+    first: Position
+
+    def __init__(self, pack: Pack, buffers: Sequence[Any], profile: Profile, out: Layout) -> None:
+        self.pack, self.buffers, self.profile, self.out = pack, buffers, profile, out
+        axes = len(pack.outer)
+        self.columnwise = ordered(pack.value, (*range(axes), axes + 1, axes))
+
+    def straight(self) -> None:
+        """Vectors of a row's neighbours."""
+        with steps(self.pack.depth) as row:
+            for begin, lanes in pieces(self.pack.width, self.profile.lanes):
+                vector = evaluate(self.pack.value, self.buffers, (*self.z, row, self.first + begin), lanes)
+                self.store(row, begin, vector, lanes)
+
+    def turned(self, filled: bool = False) -> None:
+        """Vectors of a column's neighbours, as many as they have lanes, transposed; the last column again beyond it."""
+
+        def column(at: int) -> Position:
+            return tirx.min(self.first + at, self.pack.columns - 1) if filled else self.first + at
+
+        for lanes, group in itertools.groupby(pieces(self.pack.width, self.profile.lanes), lambda piece: piece[1]):
+            begins = [begin for begin, _ in group]
+            whole = self.pack.depth - self.pack.depth % lanes
+            if whole:
+                with steps(whole // lanes) as block:
+                    for begin in begins:
+                        self.square(block * lanes, begin, lanes, column)
+            for row, begin, at in itertools.product(range(whole, self.pack.depth), begins, range(lanes)):
+                number = evaluate(self.pack.value, self.buffers, (*self.z, row, column(begin + at)), 1)
+                self.store(row, begin + at, number, 1)
+
+    def square(self, row: Position, begin: int, lanes: int, column: Callable[[int], Position]) -> None:
+        columns = [
+            evaluate(self.columnwise, self.buffers, (*self.z, column(begin + at), row), lanes) for at in range(lanes)
+        ]
+        for number, vector in enumerate(vectors.transposed(columns)):
+            self.store(row + number, begin, vector, lanes)
+
+    def filled(self) -> None:
+        """Number by number, the last column again and again beyond it."""
+        with steps(self.pack.depth) as row, steps(self.pack.width) as column:
+            at = tirx.min(self.first + column, self.pack.columns - 1)
+            self.store(row, column, evaluate(self.pack.value, self.buffers, (*self.z, row, at), 1), 1)
+
+    def store(self, row: Position, begin: Position, value: Value, lanes: int) -> None:
+        at = address(self.out, (*self.z, self.panel, row, begin))
+        vectors.store(self.buffers[-1], at, value, lanes)
 
 
 def rounded(constant: np.ndarray, dtype: str) -> np.ndarray:
@@ -61,11 +121,15 @@ def rounded(constant: np.ndarray, dtype: str) -> np.ndarray:
         return constant.astype(dtype)
 
 
-def packed(weight: np.ndarray, width: int) -> np.ndarray:
-    """A constant operand [..., depth, columns] as panels of its type, filled up with zeros."""
+def packed(weight: np.ndarray, width: int, shared: bool = False) -> np.ndarray:
+    """A constant operand [..., depth, columns] as panels of its type, filled up with zeros, or `shared` as in Pack."""
     *outer, depth, columns = weight.shape
     count = -(-columns // width)
-    filled = np.zeros((*outer, depth, count * width), weight.dtype)
-    filled[..., :columns] = weight
-    parts = filled.reshape(*outer, depth, count, width)
+    if shared:
+        begins = np.minimum(np.arange(count) * width, columns - width)
+        parts = weight[..., begins[:, None] + np.arange(width)]
+    else:
+        filled = np.zeros((*outer, depth, count * width), weight.dtype)
+        filled[..., :columns] = weight
+        parts = filled.reshape(*outer, depth, count, width)
     return np.ascontiguousarray(np.moveaxis(parts, -2, -3))

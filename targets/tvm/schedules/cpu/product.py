@@ -1,5 +1,6 @@
 """Products of matrices, with all that follows them element by element."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,9 +9,25 @@ from typing import Any
 from tvm import tirx
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, prefetch, steps, when
+from attnrewrite.targets.tvm.schedules.cpu.function import (
+    address,
+    by_pairs,
+    each,
+    evaluate,
+    function,
+    prefetch,
+    steps,
+    when,
+)
 from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, spread
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Band, Panels, RegisterTile
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import (
+    Band,
+    Multipliers,
+    Panels,
+    RegisterTile,
+    across_rows,
+    along_rows,
+)
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, covering
 from attnrewrite.targets.tvm.schedules.expression import Expression, Load
 from attnrewrite.targets.tvm.schedules.profile import SIZES, Profile
@@ -26,14 +43,14 @@ Row = Callable[[Position, int, int], Value]  # of a right operand: its number, t
 class Product:
     """out[z, m, n] = epilogue(sum_k left[z, m, k] right[z, k, n]).
 
-    `left` has any strides; `right` is packed, or gathered, or a load whose columns are neighbours. `bands` are the
-    columns, all in one where they are packed. `out` and the epilogue's loads have the shape [outer..., rows...,
-    columns], of which `row_axes` make the rows: those of windows of an image, say, are many axes, and too few on each
-    for a tile. Products are of the type `stored`.
+    `left` has any strides, or is packed; `right` is packed, or gathered, or a load whose columns
+    are neighbours. `bands` are the columns, all in one where they are packed. `out` and the epilogue's loads have the
+    shape [outer..., rows..., columns], of which `row_axes` make the rows: those of windows of an image, say, are many
+    axes, and too few on each for a tile. Products are of the type `stored`.
     """
 
     depth: int
-    left: Load
+    left: Load | Panels
     right: Load | Panels | Gathered
     out: Layout
     epilogue: Expression
@@ -68,40 +85,42 @@ class _Writer:
         self.per_part = -(-self.down // parts)
         self.parts = -(-self.down // self.per_part)
         self.narrow = self.columns % self.wide if packed else 0
+        # Rows that panels leave over have a tile of their own; of those as they lie, some are done twice.
+        self.short = self.rows % self.high if isinstance(product.left, Panels) else 0
 
     def write(self) -> None:
         work = math.prod(self.outer) * self.rows * self.columns * self.product.depth
         with each((*self.outer, self.across, self.parts), work) as (*z, panel, part):
             column, right = self.right(z, panel)
             with steps(self.per_part) as step:
-                if isinstance(self.product.right, Panels) and self.per_part > 1:
+                if isinstance(self.product.right, Panels) and self.per_part > 1 and self.across > 1:
                     self.fetch_next(z, panel, step)
-                row = vectors.name(tirx.min((part * self.per_part + step) * self.high, self.rows - self.high))
-                self.tile(z, panel, row, column, right)
+                number = vectors.name(tirx.min(part * self.per_part + step, self.down - 1))
+                tile = functools.partial(self.tile, z, panel, number, column, right)
+                if self.short:
+                    when(number < self.down - 1, lambda: tile(self.high), lambda: tile(self.short))
+                else:
+                    tile(self.high)
 
-    def tile(self, z: Sequence[Position], panel: Position, row: Position, column: Position, right: Row) -> None:
-        """The sums of one tile, and what follows them."""
-        tile = RegisterTile(self.high, covering(self.wide, self.profile.stored_lanes), self.profile)
-        left = self.product.left
-        begins = [vectors.name(address(left.layout, (*z, *self.at(row + i), 0))) for i in range(self.high)]
-        along_depth = left.layout.strides[-1]
-        tile.multiply(
-            self.product.depth,
-            lambda i, k, n: vectors.load(
-                self.buffers[left.argument], begins[i] + k * along_depth, n, dtype=self.profile.stored
-            ),
-            right,
-            self.profile.by_lane and self.product.left.layout.strides[-1] == 1,
-        )
+    def tile(
+        self, z: Sequence[Position], panel: Position, number: Position, column: Position, right: Row, high: int
+    ) -> None:
+        """The sums of one tile of `high` rows, and what follows them."""
+        row = vectors.name(tirx.min(number * self.high, self.rows - high))
+        tile = RegisterTile(high, covering(self.wide, self.profile.stored_lanes), self.profile)
+        tile.multiply(self.product.depth, self.left(z, number, row, high), right)
 
         # One row's code in a loop: that of all rows side by side would take the compiler a long time.
         sums = tile.spilled()
 
         def store(width: int) -> None:
-            with steps(self.high) as i:
-                for begin, lanes in covering(width, self.profile.lanes):
+            for begin, lanes in covering(width, self.profile.lanes):
+
+                def put(i: Position, begin: int = begin, lanes: int = lanes) -> None:
                     value = vectors.load(sums, i * self.wide + begin, lanes)
                     self.store((*z, *self.at(row + i), column + begin), lanes, value)
+
+                by_pairs(high, put)
 
         if not self.narrow or self.across == 1:
             store(self.narrow or self.wide)
@@ -111,6 +130,27 @@ class _Writer:
     def at(self, row: Position) -> list[Position]:
         """A row's place on each of the axes that make the rows."""
         return spread(row, self.row_shape)
+
+    def left(self, z: Sequence[Position], number: Position, row: Position, high: int) -> Multipliers:
+        """How the multipliers of a tile of rows are read, given the tile's number and first row."""
+        left, stored = self.product.left, self.profile.stored
+        buffer, layout = self.buffers[left.argument], left.layout
+        if isinstance(left, Panels):
+            panel = vectors.name(address(layout, (*z, number, 0, 0)))
+            return across_rows(
+                high,
+                lambda k, i, n: vectors.load(buffer, panel + k * left.width + i, n, dtype=stored),
+                self.profile,
+                left.width,
+            )
+        begins = [vectors.name(address(layout, (*z, *self.at(row + i), 0))) for i in range(high)]
+        along_depth = layout.strides[-1]
+        return along_rows(
+            high,
+            lambda i, k, n: vectors.load(buffer, begins[i] + k * along_depth, n, dtype=stored),
+            self.profile,
+            self.profile.by_lane and along_depth == 1,
+        )
 
     def right(self, z: Sequence[Position], panel: Position) -> tuple[Position, Row]:
         """The first column of a panel, and how its rows are read."""
@@ -145,7 +185,10 @@ class _Writer:
         """Ask for the next panel's share while this one is used."""
         right = self.product.right
         size, in_line = self.product.depth * self.wide, CACHE_LINE // SIZES[self.profile.stored]
-        lines = -(-size // (in_line * self.per_part))
-        begin = address(right.layout, (*z, tirx.min(panel + 1, self.across - 1), 0, 0))
-        with steps(lines) as line:
-            prefetch(self.buffers[right.argument], begin + tirx.min((step * lines + line) * in_line, size - 1))
+        share = -(-size // (in_line * self.per_part)) * in_line
+        shares = -(-size // share)
+        # The last share ends beyond the panel, and that of the last panel but one would beyond the tensor.
+        begin = vectors.name(tirx.min((panel + 1) * size, self.across * size - shares * share))
+        at = address(right.layout, (*z, 0, 0, 0)) + begin + tirx.min(step, shares - 1) * share
+        with steps(share // in_line) as line:
+            prefetch(self.buffers[right.argument], at + line * in_line)

@@ -16,8 +16,11 @@ from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile, Tile
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
 TURNS = 2  # loads of multipliers in a turn of the loop
+UNROLLED = 16  # steps in a turn of the loop, where multipliers are packed
 IN_A_ROW = 64  # products summed in float16 before the sum is added to one in float32
 LOADS_HIDDEN = 16  # of so many loads beside multiply-adds, one is reckoned to cost a cycle
+LOOP = 0.5  # cycles that a step takes for the loop around it
+PACKING = 1  # cycles for a number of a left operand
 LATENCY = 8  # multiply-adds that a core has in flight: fewer sums leave it waiting
 
 
@@ -94,29 +97,20 @@ class RegisterTile:
                 at = row * self.columns + begin
                 vectors.store(self.sums, at, vectors.load(self.sums, at, lanes, dtype=self.dtype) + product, lanes)
 
-    def multiply(
-        self,
-        depth: int,
-        left: Callable[[int, Position, int], Value],
-        right: Callable[[Position, int, int], Value],
-        by_lane: bool,
-    ) -> None:
-        """Sum the products of all steps. `left(row, step, n)` gives n neighbouring multipliers of a row as a vector,
-        `right(step, begin, lanes)` multiplicands. `by_lane`: several steps' multipliers are loaded at once.
-        """
+    def multiply(self, depth: int, left: "Multipliers", right: Callable[[Position, int, int], Value]) -> None:
+        """Sum the products of all steps; `right(step, begin, lanes)` gives multiplicands."""
         parts = 1 if self.dtype == FLOAT32 else -(-depth // IN_A_ROW)
         if parts == 1:
-            self._part(0, depth, left, right, by_lane)
+            self._part(0, depth, left, right)
             return
         self.total = scratch(self.rows * self.columns)
         self._clear(self.total)
-        whole = TURNS * self.lanes
-        length = -(-depth // (parts * whole)) * whole
+        length = -(-depth // (parts * left.in_turn)) * left.in_turn
         with steps(depth // length) as part:
-            self._part(part * length, length, left, right, by_lane)
+            self._part(part * length, length, left, right)
             self._add_up()
         if depth % length:
-            self._part(depth - depth % length, depth % length, left, right, by_lane)
+            self._part(depth - depth % length, depth % length, left, right)
             self._add_up()
 
     def _add_up(self) -> None:
@@ -126,37 +120,76 @@ class RegisterTile:
                 vectors.store(self.total, at, self.value(row, begin, lanes) + vectors.load(self.sums, at, lanes), lanes)
 
     def _part(
-        self,
-        first: Position,
-        depth: int,
-        left: Callable[[int, Position, int], Value],
-        right: Callable[[Position, int, int], Value],
-        by_lane: bool,
+        self, first: Position, depth: int, left: "Multipliers", right: Callable[[Position, int, int], Value]
     ) -> None:
         """The sums of `depth` products from the `first` on, in registers."""
         self._clear(self.sums)
-        at_once = self.lanes if by_lane else 1
-        turns = TURNS if by_lane and depth % (TURNS * at_once) == 0 else 1
-        with steps(depth // (turns * at_once)) as chunk:
-            for turn in range(turns):
-                self._several(at_once, first + (chunk * turns + turn) * at_once, left, right)
-        if depth % at_once:
-            for step in range(depth - depth % at_once, depth):
-                self._several(1, first + step, left, right)
+        turn, done = left.in_turn, depth - depth % left.in_turn
+        if done:
+            with steps(depth // turn) as chunk:
+                for begin in range(0, turn, left.at_once):
+                    self._several(first + (chunk * turn + begin), left.at_once, left, right)
+        while done < depth:
+            count = left.at_once if left.at_once <= depth - done else 1
+            self._several(first + done, count, left, right)
+            done += count
 
     def _several(
-        self,
-        count: int,
-        first: Position,
-        left: Callable[[int, Position, int], Value],
-        right: Callable[[Position, int, int], Value],
+        self, first: Position, count: int, left: "Multipliers", right: Callable[[Position, int, int], Value]
     ) -> None:
+        for step, multipliers in enumerate(left.take(first, count)):
+            self.add(multipliers, lambda *at, step=step: right(first + step, *at))  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """A number for each row in every step: `take(first, count)` gives those of so many steps, `at_once` at best.
+
+    `in_turn` steps are written out in a turn of the loop.
+    """
+
+    take: Callable[[Position, int], Sequence[Sequence[Value]]]
+    at_once: int
+    in_turn: int
+
+
+def along_rows(rows: int, load: Callable[[int, Position, int], Value], profile: Profile, by_lane: bool) -> Multipliers:
+    """Those of a matrix as it lies: `load(row, step, n)` gives n neighbouring steps of a row as a vector.
+
+    `by_lane`: several steps are loaded at once, where each product takes its multiplier from any lane.
+    """
+
+    def take(first: Position, count: int) -> Sequence[Sequence[Value]]:
         if count == 1:
-            self.add([left(row, first, 1) for row in range(self.rows)], lambda *at: right(first, *at))
-            return
-        held = [vectors.name(left(row, first, count)) for row in range(self.rows)]
-        for step in range(count):
-            self.add([vectors.lane(each, step) for each in held], lambda *at, step=step: right(first + step, *at))  # type: ignore[misc]
+            return [[load(row, first, 1) for row in range(rows)]]
+        held = [vectors.name(load(row, first, count)) for row in range(rows)]
+        return [[vectors.lane(each, step) for each in held] for step in range(count)]
+
+    at_once = profile.stored_lanes if by_lane else 1
+    return Multipliers(take, at_once, TURNS * at_once if by_lane else 1)
+
+
+def across_rows(
+    rows: int, load: Callable[[Position, int, int], Value], profile: Profile, width: int | None = None
+) -> Multipliers:
+    """Those of a packed matrix: `load(step, begin, n)` gives a step's numbers of n rows from `begin` on.
+
+    `width`: of its panels, where a tile has fewer `rows`.
+    """
+
+    def take(first: Position, count: int) -> Sequence[Sequence[Value]]:
+        return [
+            [
+                vectors.lane(vector, row) if n > 1 else vector
+                for begin, n in vectors.pieces(width or rows, profile.stored_lanes)
+                if begin < rows
+                for vector in [vectors.name(load(first + step, begin, n))]
+                for row in range(min(n, rows - begin))
+            ]
+            for step in range(count)
+        ]
+
+    return Multipliers(take, 1, UNROLLED)
 
 
 def best_tile(profile: Profile, rows: int, columns: int) -> Tile:
@@ -164,19 +197,26 @@ def best_tile(profile: Profile, rows: int, columns: int) -> Tile:
     return best_tiles(profile, rows, (columns, 1))[0]
 
 
-def best_bands(profile: Profile, rows: int, columns: int) -> tuple[Band, ...]:
-    """The columns of a product as what full tiles take and, where that is done in fewer cycles, a rest with its own."""
+def best_bands(
+    profile: Profile, rows: int, columns: int, whole: bool = False, packed: bool = False
+) -> tuple[Band, ...]:
+    """The columns of a product as what full tiles take and, where that is done in fewer cycles, a rest with its own.
+
+    `whole`: all in one. `packed`: by the profile's tiles for left operands that are.
+    """
+    tiles = profile.packed if packed else profile.tiles
+
+    def best(count: int) -> Tile:
+        return packed_tile(profile, count, (rows, 1)) if packed else best_tile(profile, rows, count)
 
     def cut(first: int) -> tuple[Band, ...]:
         # Less than a vector costs as much as one: a rest that is less shares columns with what is before it.
         rest = max(columns - first, min(columns, profile.stored_lanes)) if first < columns else 0
         parts = ((0, first), (columns - rest, rest))
-        return tuple(Band(begin, count, best_tile(profile, rows, count)) for begin, count in parts if count)
+        return tuple(Band(begin, count, best(count)) for begin, count in parts if count)
 
-    def cycles(bands: Sequence[Band]) -> float:
-        return sum(_cycles(profile, band.tile, rows, band.columns) for band in bands)
-
-    return min(map(cut, {0} | {columns - columns % tile.columns for tile in profile.tiles}), key=cycles)
+    cuts = {0} if whole else {0} | {columns - columns % tile.columns for tile in tiles}
+    return min(map(cut, cuts), key=lambda bands: cycles(profile, rows, bands, packed))
 
 
 def best_tiles(profile: Profile, rows: int, *products: tuple[int, int]) -> tuple[Tile, ...]:
@@ -194,12 +234,35 @@ def best_tiles(profile: Profile, rows: int, *products: tuple[int, int]) -> tuple
     return min(map(choice, range(highest, 0, -1)), key=lambda found: found[0])[1]
 
 
-def _cycles(profile: Profile, tile: Tile, rows: int, columns: int) -> float:
-    """Cycles of a product of depth 1."""
-    return math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns) * _step(profile, tile)
+def packed_tile(profile: Profile, columns: int, *products: tuple[int, int]) -> Tile:
+    """The tile that does products of so many (rows, depth), which are packed, in the fewest cycles together."""
+
+    def cycles(tile: Tile) -> float:
+        return sum(depth * _cycles(profile, tile, rows, columns, packed=True) for rows, depth in products)
+
+    return min(profile.packed, key=cycles)
 
 
-def _step(profile: Profile, tile: Tile) -> float:
+def packs_left(profile: Profile, rows: int, bands: Sequence[Band]) -> bool:
+    """Whether a product of rows as they lie, by `bands`, is done in fewer cycles where they are packed first."""
+    if not profile.packed or rows < profile.packed[0].rows:
+        return False
+    *_, last = bands
+    other = best_bands(profile, rows, last.first + last.columns, whole=len(bands) == 1, packed=True)
+    return cycles(profile, rows, other, packed=True) < cycles(profile, rows, bands)
+
+
+def cycles(profile: Profile, rows: int, bands: Sequence[Band], packed: bool = False) -> float:
+    """Cycles of a product of depth 1, with what it takes to pack its left operand where that is `packed`."""
+    products = sum(_cycles(profile, band.tile, rows, band.columns, packed) for band in bands)
+    return products + PACKING * rows if packed else products
+
+
+def _cycles(profile: Profile, tile: Tile, rows: int, columns: int, packed: bool = False) -> float:
+    return math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns) * _step(profile, tile, packed)
+
+
+def _step(profile: Profile, tile: Tile, packed: bool) -> float:
     """Cycles of a tile's step, by what limits it: multiply-adds, loads, or the time until a sum is ready for the next.
 
     Where multipliers are lanes, loads are few, and what counts is how many instructions there are. Elsewhere loads take
@@ -207,6 +270,8 @@ def _step(profile: Profile, tile: Tile) -> float:
     """
     wide = -(-tile.columns // profile.stored_lanes)
     if profile.by_lane:
-        return max(tile.rows * (wide + 1 / profile.stored_lanes) + wide / 2, LATENCY)
+        multipliers = tile.rows / profile.stored_lanes
+        loads = wide / 2 + multipliers / (2 if packed else 1)
+        return max(tile.rows * wide + loads + LOOP, LATENCY)
     loads = tile.rows + wide
     return max(tile.rows * wide, loads, LATENCY) + loads / LOADS_HIDDEN

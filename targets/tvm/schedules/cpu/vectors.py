@@ -22,6 +22,10 @@ Position = Any  # a TIR expression of an index, or an int
 
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440054690583e-4  # the first with few enough bits for exact products
 EXP = (1.0, 1.0, 0.4999999403953552, 0.1666652113199234, 0.04166827350854874, 0.008368685841560364, 0.00138201355002)
+EXP2 = (
+    *(1.0, 0.6931471824645996, 0.24022647738456726, 0.05550359934568405),
+    *(0.009618506766855717, 0.001339080510661006, 0.0001532609312562272),
+)
 LEAST_NORMAL = -87.3  # below, the exponential is no normal number: 0 here
 OVERFLOW = 89.0
 ERF_NEAR = (
@@ -86,6 +90,24 @@ def lane(vector: Value, number: int) -> Value:
     return tirx.Shuffle([vector], [number])
 
 
+def transposed(rows: Sequence[Value]) -> list[Value]:
+    """The columns of a square: as many vectors as lanes, a power of two."""
+    count = len(rows)
+    half, found = count // 2, list(rows)
+    # Shuffled perfectly as often as a lane's number has bits, rows and columns have changed places.
+    for _ in range(count.bit_length() - 1):
+        pairs = zip(found[:half], found[half:], strict=True)
+        found = [name(_zipped(one, other, part)) for one, other in pairs for part in range(2)]
+    return found
+
+
+def _zipped(one: Value, other: Value, part: int) -> Value:
+    """The numbers of two vectors in turns: those of the first or second half of each."""
+    lanes = lanes_of(one)
+    begin = part * lanes // 2
+    return tirx.Shuffle([one, other], [at + which for at in range(begin, begin + lanes // 2) for which in (0, lanes)])
+
+
 def store(buffer: Any, at: Position, value: Value, lanes: int, stride: int = 1) -> None:
     """Write a vector, rounded to the buffer's type."""
     T.buffer_store(buffer, as_type(value, str(buffer.dtype)), [at if lanes == 1 else tirx.Ramp(at, stride, lanes)])
@@ -113,6 +135,17 @@ def polynomial(x: Value, coefficients: Sequence[float]) -> Value:
     )
 
 
+def _by_pairs(x: Value, coefficients: Sequence[float]) -> Value:
+    """The same by Estrin's scheme: more products, fewer constants that are to be copied before they are added to."""
+    lanes, square = lanes_of(x), name(x * x)
+    pairs = [coefficients[begin : begin + 2] for begin in range(0, len(coefficients), 2)]
+    terms = [
+        name(splat(pair[1], lanes) * x + splat(pair[0], lanes)) if len(pair) == 2 else splat(pair[0], lanes)
+        for pair in pairs
+    ]
+    return functools.reduce(lambda sum_, term: name(sum_ * square + term), terms[-2::-1], terms[-1])
+
+
 def exp(x: Value) -> Value:
     """e^x; 0 where that is no normal number, as denormal ones would slow down whatever reads them."""
     lanes = lanes_of(x)
@@ -124,6 +157,16 @@ def exp(x: Value) -> Value:
     # In two factors, as 2^128 is not a number of the type.
     result = polynomial(rest, EXP) * _power_of_two(part, lanes) * _power_of_two(whole - part, lanes)
     return name(select(x < splat(LEAST_NORMAL, lanes), splat(0.0, lanes), result))
+
+
+def falling_power(x: Value, least: float) -> Value:
+    """2^x for x of at most 0; 0 for x below `least`, of at least -126."""
+    lanes = lanes_of(x)
+    power = name(T.nearbyint(x))
+    bits = T.reinterpret(_like("int32", lanes), name(_by_pairs(name(x - power), EXP2)))
+    exponent = T.shift_left(T.Cast(_like("int32", lanes), power), integers(23, lanes))
+    result = T.reinterpret(_like("float32", lanes), bits + exponent)
+    return name(select(x < splat(least, lanes), splat(0.0, lanes), result))
 
 
 def falling_exp(x: Value, least: float = LEAST_NORMAL) -> Value:
@@ -172,6 +215,11 @@ def gelu(x: Value) -> Value:
 
 def maximum(one: Value, other: Value) -> Value:
     return tirx.Max(one, other)
+
+
+def larger(one: Value, other: Value) -> Value:
+    """The larger of two numbers; of one and none the one."""
+    return T.call_llvm_pure_intrin(str(one.ty.dtype), "llvm.maxnum", one, other)
 
 
 def minimum(one: Value, other: Value) -> Value:

@@ -1,0 +1,194 @@
+"""Attention with queries side by side in vectors: keys, then channels of values, are what products take lanes of.
+
+Each step of softmax is then arithmetic on whole vectors, and the scores of a block of keys lie as the sums of values
+read them. Exponentials are powers of two: the base is in the scores' factor.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+
+from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu.function import (
+    address,
+    along,
+    each,
+    evaluate,
+    function,
+    scratch,
+    steps,
+    when,
+)
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile, across_rows
+from attnrewrite.targets.tvm.schedules.cpu.rows import NEGLIGIBLE
+from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
+from attnrewrite.targets.tvm.schedules.expression import Expression
+from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile
+from attnrewrite.targets.tvm.schedules.rule import Argument
+from attnrewrite.targets.tvm.schedules.view import Layout
+
+BASE = math.log2(math.e)  # what scores are multiplied by, for powers of two
+LEAST = BASE * NEGLIGIBLE
+LOWEST = -3.0e38  # where the search for the largest score begins: finite, so that a masked block leaves no nan
+
+Sums = Callable[[int, int, int], Value]  # of a channel, from a query on, for so many
+
+
+@dataclass(frozen=True)
+class AttentionAcross:
+    """out = epilogue(2^(scores(key query) - their largest), normalised, times value) over [outer..., tokens, channels].
+
+    `query` is packed [outer..., panels, depth, queries], `key` [outer..., panels, depth, keys], `value`
+    [outer..., panels, keys, channels], each with its last panel shared; `scores` are over [outer..., keys, queries]. A
+    block has `block` panels of `keys` in all.
+    """
+
+    query: Panels
+    key: Panels
+    value: Panels
+    keys: int
+    scores: Expression
+    out: Layout
+    epilogue: Expression
+    block: int
+    name: str = "attention"
+
+    def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
+        return function(arguments, lambda *buffers: _Writer(self, buffers, profile).write())
+
+
+class _Writer:
+    """The statements of one attention. What is kept of the blocks so far, for each query: the largest score, the sum of
+    the powers, and, where there are several blocks, those of values; with a single block, these stay in registers.
+    """
+
+    def __init__(self, attention: AttentionAcross, buffers: Sequence[Any], profile: Profile) -> None:
+        self.attention, self.buffers, self.profile = attention, buffers, profile
+        *self.outer, self.queries, self.channels = attention.out.shape
+        self.tiles, self.depth, self.wide = attention.query.layout.shape[-3:]
+        self.panels, self.high = attention.key.layout.shape[-3], attention.key.width
+        self.parts = attention.value.layout.shape[-3]
+        self.blocks = -(-self.panels // attention.block)
+        self.length = attention.block * self.high  # keys of a block
+        self.pieces = pieces(self.wide, profile.lanes)
+
+    def write(self) -> None:
+        work = math.prod(self.outer) * self.queries * self.attention.keys * self.depth
+        with each((*self.outer, self.tiles), work) as (*z, tile):
+            self.z, self.tile = z, tile
+            self.query = vectors.name(tirx.min(tile * self.wide, self.queries - self.wide))
+            self.scores, stored = scratch(self.length * self.wide), self.profile.stored
+            self.powers = self.scores if stored == FLOAT32 else scratch(self.length * self.wide, stored)
+            self.largest, self.total, self.decay = (scratch(self.wide) for _ in range(3))
+            self.fill(self.largest, LOWEST)
+            self.fill(self.total, 0.0)
+            if self.blocks == 1:
+                self.block(0, self.attention.keys, self.finish)
+            else:
+                self.several()
+
+    def several(self) -> None:
+        """Blocks one after the other, of which the last may have fewer keys."""
+        self.sums = scratch(self.parts * self.high * self.wide)
+        self.fill(self.sums, 0.0)
+        last = self.attention.keys - (self.blocks - 1) * self.length
+        with steps(self.blocks) as block:
+            whole = lambda: self.block(block, self.length, self.add)  # noqa: E731
+            when(block < self.blocks - 1, whole, lambda: self.block(block, last, self.add))
+        with steps(self.parts) as part:
+            self.finish(part, lambda i, at, n: vectors.load(self.sums, self.place(part, i) + at, n))
+
+    def fill(self, buffer: Any, number: float) -> None:
+        length = int(buffer.shape[0])
+        along((length,), self.profile.lanes, lambda _, at, n: vectors.store(buffer, at, vectors.splat(number, n), n))
+
+    def block(self, block: Position, keys: int, take: Callable[[Position, Sums], None]) -> None:
+        """Scores, powers and sums of values for `keys` of them: `take` gets the sums of each panel of channels."""
+        first = vectors.name(block * self.length)
+        self.score(block, first, keys)
+        self.raise_to(keys)
+        with steps(self.parts) as part:
+            tile = RegisterTile(self.high, pieces(self.wide, self.profile.stored_lanes), self.profile)
+            value = self.attention.value
+            begin = vectors.name(address(value.layout, (*self.z, part, first, 0)))
+            tile.multiply(
+                keys,
+                across_rows(self.high, lambda k, i, n: self.read(value, begin + k * self.high + i, n), self.profile),
+                lambda k, at, n: vectors.load(self.powers, k * self.wide + at, n, dtype=self.profile.stored),
+            )
+            take(part, tile.value)
+
+    def score(self, block: Position, first: Position, keys: int) -> None:
+        """The scores of a block from the `first` key on, and the largest yet."""
+        attention = self.attention
+        known = scratch(self.wide)
+        for at, n in self.pieces:
+            vectors.store(known, at, vectors.load(self.largest, at, n), n)
+        query = vectors.name(address(attention.query.layout, (*self.z, self.tile, 0, 0)))
+        with steps(-(-keys // self.high)) as step:
+            panel = vectors.name(block * attention.block + step)
+            key = vectors.name(address(attention.key.layout, (*self.z, panel, 0, 0)))
+            tile = RegisterTile(self.high, pieces(self.wide, self.profile.stored_lanes), self.profile)
+            tile.multiply(
+                self.depth,
+                across_rows(
+                    self.high, lambda k, i, n: self.read(attention.key, key + k * self.high + i, n), self.profile
+                ),
+                lambda k, at, n: self.read(attention.query, query + k * self.wide + at, n),
+            )
+            # The last panel has some keys of the one before it.
+            row = vectors.name(tirx.min(step * self.high, keys - self.high))
+            for i in range(self.high):
+                for at, n in self.pieces:
+                    index = (*self.z, first + row + i, self.query + at)
+                    score = evaluate(attention.scores, self.buffers, index, n, tile.value(i, at, n))
+                    vectors.store(self.scores, (row + i) * self.wide + at, score, n)
+                    vectors.store(self.largest, at, vectors.larger(score, vectors.load(self.largest, at, n)), n)
+        for at, n in self.pieces:
+            fallen = vectors.load(known, at, n) - vectors.load(self.largest, at, n)
+            vectors.store(self.decay, at, vectors.falling_power(vectors.name(fallen), LEAST), n)
+
+    def raise_to(self, keys: int) -> None:
+        """Turn the scores of a block into powers, relative to the largest score, and add them up."""
+        for at, n in self.pieces:
+            decayed = vectors.load(self.total, at, n) * vectors.load(self.decay, at, n)
+            vectors.store(self.total, at, decayed, n)
+        with steps(keys) as key:
+            for at, n in self.pieces:
+                place = key * self.wide + at
+                score = vectors.name(vectors.load(self.scores, place, n) - vectors.load(self.largest, at, n))
+                power = vectors.falling_power(score, LEAST)
+                vectors.store(self.powers, place, power, n)
+                vectors.store(self.total, at, vectors.load(self.total, at, n) + power, n)
+
+    def place(self, part: Position, channel: int) -> Position:
+        """Where the sums of a channel of a panel lie."""
+        return (part * self.high + channel) * self.wide
+
+    def add(self, part: Position, sums: Sums) -> None:
+        """Add a block's sums to those of the blocks before it."""
+        for i in range(self.high):
+            for at, n in self.pieces:
+                place = self.place(part, i) + at
+                before = vectors.load(self.sums, place, n) * vectors.load(self.decay, at, n)
+                vectors.store(self.sums, place, before + sums(i, at, n), n)
+
+    def finish(self, part: Position, sums: Sums) -> None:
+        """Write a panel of channels: vectors of queries become vectors of channels."""
+        attention = self.attention
+        channel = vectors.name(tirx.min(part * self.high, self.channels - self.high))
+        for at, n in self.pieces:
+            share = vectors.name(vectors.splat(1.0, n) / vectors.load(self.total, at, n))
+            for begin in range(0, self.high, n):
+                square = [vectors.name(sums(begin + i, at, n) * share) for i in range(n)]
+                for number, value in enumerate(vectors.transposed(square)):
+                    index = (*self.z, self.query + at + number, channel + begin)
+                    value = evaluate(attention.epilogue, self.buffers, index, n, value)
+                    place = address(attention.out, index)
+                    vectors.store(self.buffers[-1], place, value, n, attention.out.strides[-1])
+
+    def read(self, panels: Panels, at: Position, lanes: int) -> Value:
+        return vectors.load(self.buffers[panels.argument], at, lanes, dtype=self.profile.stored)
