@@ -12,7 +12,7 @@ tvm = pytest.importorskip("tvm")
 from kernels import HOST, Shape, erf
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.attention import panels_in_block
+from attnrewrite.targets.tvm.schedules.cpu.attention.rule import panels_in_block
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import best_bands, packs_left, panels
 from attnrewrite.targets.tvm.schedules.profile import cores, profile

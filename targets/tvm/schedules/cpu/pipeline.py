@@ -5,7 +5,7 @@ from typing import Any
 import tvm
 from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
 
-from attnrewrite.targets.tvm.schedules.cpu.attention import ATTENTION
+from attnrewrite.targets.tvm.schedules.cpu.attention.rule import ATTENTION
 from attnrewrite.targets.tvm.schedules.cpu.convolution import CONVOLUTION
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import ARITHMETIC, JOIN, PAD
 from attnrewrite.targets.tvm.schedules.cpu.gather import TAKE

@@ -12,7 +12,7 @@ from typing import Any
 from tvm import tirx
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.attention_across import LOWEST
+from attnrewrite.targets.tvm.schedules.cpu.attention.across import LOWEST
 from attnrewrite.targets.tvm.schedules.cpu.function import (
     address,
     along,
