@@ -157,24 +157,18 @@ class _Importer:
         return call.emit(torch.reshape, made, size)
 
     def _stored(self, name: str) -> Node:
-        """A constant as a parameter or a buffer of the module."""
+        """A constant as a parameter of the module, where the file could store another in its place, or as a buffer."""
         own = attribute_name(name)
         array = self.view.constant(name)
         tensor = torch.from_numpy(np.array(array, copy=True))
         wanted = torch_dtype(self.view.dtype(name))
         tensor = tensor.to(wanted) if tensor.dtype != wanted else tensor
-        if tensor.is_floating_point() and tensor.dim() and not self._is_of_integers(name):
+        stored = name in self.view.prepared.model.graph.initializers
+        if tensor.is_floating_point() and tensor.dim() and stored:
             self.root.register_parameter(own, nn.Parameter(tensor))
         else:
             self.root.register_buffer(own, tensor)
         return self._attribute(own)
-
-    def _is_of_integers(self, name: str) -> bool:
-        """Whether a constant is stored as integers of a scale: nothing else could be stored in their place."""
-        operation = self.view.operation(name)
-        while len(operation.inputs) == 1 and operation.name != "dequantize":
-            operation = self.view.operation(operation.inputs[0])
-        return operation.name == "dequantize"
 
     def buffer(self, array: np.ndarray, name: str) -> Node:
         """Numbers that a translation needs, as a buffer of the module."""

@@ -81,7 +81,8 @@ def _dynamic_quantize(call: Call) -> list[Any]:
     top = call.emit(torch.maximum, call.emit(torch.amax, x), none)
     bottom = call.emit(torch.minimum, call.emit(torch.amin, x), none)
     span = call.emit(torch.sub, top, bottom)
-    scale = call.emit(torch.where, call.emit(torch.eq, span, 0.0), 1.0, call.emit(torch.div, span, _MOST))
+    empty = call.emit(Tensor.to, call.emit(torch.eq, span, 0.0), torch.float32)  # a scale of one, where all are zero
+    scale = call.emit(torch.add, call.emit(torch.div, span, _MOST), empty)
     shift = call.emit(torch.neg, call.emit(torch.div, bottom, scale))
     zero = call.emit(torch.round, call.emit(torch.clamp, shift, 0.0, _MOST))
     rounded = _round(call, call.emit(torch.div, x, scale))
