@@ -20,7 +20,6 @@ from attnrewrite.site import AttentionSite, Scan
 IDENTITY_TOLERANCE = 1e-5  # float32 rounding of re-associated sums, relative to the largest element
 FLOAT64_TOLERANCE = 1e-3  # what float32 may lose against the same form in float64
 EXPORT_TOLERANCE = 1e-5
-REWRITING_TOLERANCE = 1e-4  # each site's weights are rounded once as they are carried over, and layers add that up
 MOST_TURNED = 0.01  # of a model's integers and truths, what rounding may turn where two scores are all but equal
 HALF_STEPS = 8  # roundings of half precision that a site's projections and form may add up to
 HALF = (torch.float16, torch.bfloat16)
@@ -170,30 +169,6 @@ def _judged(site: AttentionSite, errors: Sequence[float | None], draws: Sequence
         f"{way_out}"
     )
     return SiteError(known[worst], worst, fault)
-
-
-@torch.no_grad()
-def rewriting_error(original: GraphModule, identity: GraphModule, run: Run) -> float:
-    """How far the whole model, every site softmax re-emitted, is from the original's `run`; in float64 where it is
-    beyond REWRITING_TOLERANCE as the model computes.
-
-    Raises:
-        CheckFailedError: by more than REWRITING_TOLERANCE, although each site alone is right.
-    """
-    error = _answers_apart(identity(*run.draw.inputs), run.answer)
-    if not error <= REWRITING_TOLERANCE:
-        error = _answers_apart(*(Wide(each).run(*run.draw.inputs) for each in (identity, original)))
-    if not error <= REWRITING_TOLERANCE:
-        raise CheckFailedError(
-            f"with softmax re-emitted at every site the model differs from the original by {error:.2e} (allowed "
-            f"{REWRITING_TOLERANCE:.0e}) on {run.draw.name}, although each site alone agrees; nothing was written"
-        )
-    return error
-
-
-def _answers_apart(found: Any, wanted: Any) -> float:
-    pairs = zip(outputs(found), outputs(wanted), strict=True)
-    return max((known_error(*pair) for pair in pairs), default=0.0)
 
 
 @torch.no_grad()

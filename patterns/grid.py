@@ -10,6 +10,7 @@ from attnrewrite.patterns.relations import ancestors
 from attnrewrite.site import Grid, Projection
 
 _MOST_PREFIX_TOKENS = 32
+_ROUNDING = frozenset({"quantize", "dequantize", "clamp"})
 
 
 def find_grid(graph: GraphView, strict: Tracer, query: Projection | None, tokens: int, windows: int) -> Grid | None:
@@ -27,17 +28,15 @@ def find_grid(graph: GraphView, strict: Tracer, query: Projection | None, tokens
                 0 < prefix <= _MOST_PREFIX_TOKENS and _joined_after(graph, tuple(found), tokens, prefix)
             ):
                 return Grid(shape[2], shape[3], prefix)
-    return _merged_grid(graph, strict, query, tokens, tuple(found))
+    return _merged_grid(graph, query, tokens, tuple(found))
 
 
-def _merged_grid(
-    graph: GraphView, strict: Tracer, query: Projection, tokens: int, found: tuple[str, ...]
-) -> Grid | None:
+def _merged_grid(graph: GraphView, query: Projection, tokens: int, found: tuple[str, ...]) -> Grid | None:
     """The rows and columns of a [B, rows, columns, C] that the tokens are, in order, where a feature map behind it is
     the same picture at another resolution: a stage after merged patches whose window is the whole map.
     """
     assert query.input is not None
-    behind = strict.trace(query.input.value)
+    behind = Tracer(graph, partial(_before_rounding, graph)).trace(query.input.value)
     shape = graph.shape(behind.source) if behind.source else ()
     if len(shape) != 4 or shape[1] * shape[2] != tokens or (np.diff(behind.index.ravel()) != 1).any():
         return None
@@ -89,13 +88,30 @@ def _rows_of_a_window(tracer: Tracer, query: Projection, tokens: int) -> Grid | 
 
 
 def _same_token(graph: GraphView, operation: Operation) -> Crossed | None:
-    """Back through what leaves each token in its place: norms, constants that are added, and residual sums, where one
-    operand is made from the other.
+    """Back through what leaves each token in its place: norms, roundings within a range, constants that are added, and
+    residual sums, where one operand is made from the other.
     """
     if operation.kind == "norm":
         return Crossed(operation.inputs[0])
+    if (rounded := _before_rounding(graph, operation)) is not None:
+        return rounded
     live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
     if operation.name != "add" or len({graph.shape(operand) for operand in live}) != 1:
         return None
     kept = [one for one in live if all(one in ancestors(graph, other) for other in live)]
     return Crossed(kept[0]) if kept else None
+
+
+def _before_rounding(graph: GraphView, operation: Operation) -> Crossed | None:
+    """Back through rounding within a range, and by how much zero is off; also where it is written as
+    x + (round(x) - x), for the gradient of x.
+    """
+    shifted = operation.name == "add" and len(operation.inputs) == 1
+    if shifted or operation.name in _ROUNDING:
+        return Crossed(operation.inputs[0])
+    if operation.name != "add":
+        return None
+    kept, off = operation.inputs[0], graph.operation(operation.inputs[1])
+    while off.name == "identity":
+        off = graph.operation(off.inputs[0])
+    return Crossed(kept) if off.name == "sub" and off.inputs[1:] == (kept,) else None

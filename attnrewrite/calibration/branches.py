@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
@@ -166,7 +167,9 @@ def _map_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | N
     parameters = [argument for argument in node.args[1:3] if argument is not None]
     if not all(isinstance(p, Node) and p.op == "get_attr" and len(p.users) == 1 for p in parameters):
         return None
-    tensors = [module.get_parameter(str(parameter.target)) for parameter in parameters]  # type: ignore[union-attr]
+    tensors = [attrgetter(str(parameter.target))(module) for parameter in parameters]  # type: ignore[union-attr]
+    if not all(isinstance(tensor, nn.Parameter) for tensor in tensors):  # made of what a file stores otherwise
+        return None
     if _operation(node) == "conv2d" and not _one_pixel(node, tensors[0]):
         return None
     return tensors[0], tensors[1] if len(tensors) > 1 else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ def convert_source(
         site_report(s, fates[s.id], selection.standing.get(s.id), proof.errors.get(s.id), formed.errors.get(s.id))
         for s in found.sites
     ]
-    report = {
+    report: dict[str, Any] = {
         "model": source.name,
         "source": asdict(source.origin) if source.origin else None,
         "variant": variant.name,
@@ -98,7 +99,9 @@ def convert_source(
         ],
         "checks": dict(proof.report),
         "calibration": {"images": len(images or ()), "stages": [asdict(stage) for stage in formed.stages]},
-    } | ({} if selection.report is None else {"selection": selection.report})
+    }
+    report |= {} if selection.report is None else {"selection": selection.report}
+    report |= {} if source.left_out is None else {"left_out": dict(source.left_out)}
     plan = _final_plan(found, selection.standing, student, captured.module)
     return Conversion(
         student,

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from attnrewrite.errors import CheckFailedError, first_line
 from attnrewrite.frontends.batches import repeated
 from attnrewrite.frontends.onnx_file import open_sizes
-from attnrewrite.frontends.onnx_import.importer import TOLERANCE, difference
+from attnrewrite.frontends.onnx_import.compared import TOLERANCE, difference
 from attnrewrite.passes.onnx.rewrite import OnnxRewrite
 from attnrewrite.patterns.onnx.files import quiet_ir, read_model
+from attnrewrite.patterns.onnx.graph import OnnxGraph
 from attnrewrite.patterns.onnx.sizes import real_inputs
 from attnrewrite.plan import Plan
 
@@ -41,7 +42,7 @@ def write_file(
     except Exception as error:  # onnx raises several kinds
         raise CheckFailedError(f"{source}: onnx refuses the rewritten model: {first_line(error)}") from error
     with torch.no_grad():
-        off = difference(result, module, _of_its_batch(model, inputs))
+        off = difference(OnnxGraph(result, open_sizes(model, size)).source, module, _of_its_batch(model, inputs))
     if not off <= TOLERANCE:
         raise CheckFailedError(
             f"{source}: the rewritten model differs from the torch module by {off:.2e} (allowed {TOLERANCE:.0e}); "

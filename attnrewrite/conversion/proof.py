@@ -15,7 +15,8 @@ from attnrewrite.passes.draws import Draw, drawn, together
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.in_batches import InBatches
 from attnrewrite.passes.original import agreement, require_lasting_buffers, require_numbers
-from attnrewrite.passes.verify import SiteError, compared_values, rewriting_error, site_errors
+from attnrewrite.passes.roundings import rewriting_error
+from attnrewrite.passes.verify import SiteError, compared_values, site_errors
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.plan import Placement, Plan

@@ -1,6 +1,8 @@
 """ONNX files as sources: explained as they are, and read as a torch module."""
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
@@ -8,11 +10,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from attnrewrite.errors import InputError
-from attnrewrite.frontends.onnx_import.importer import import_model
+from attnrewrite.frontends.onnx_import.importer import import_graph
+from attnrewrite.frontends.onnx_import.left_out import LeftOut, left_out
 from attnrewrite.patterns.onnx.files import read_model
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
 from attnrewrite.patterns.onnx.sizes import real_inputs
 from attnrewrite.site import Scan
+
+log = logging.getLogger("attnrewrite")
 
 
 def examine_file(path: Path, size: tuple[int, ...] | None = None) -> tuple[OnnxGraph, Scan]:
@@ -23,22 +28,44 @@ def examine_file(path: Path, size: tuple[int, ...] | None = None) -> tuple[OnnxG
     """
     model = read_model(path)
     graph = OnnxGraph(model, open_sizes(model, size))
+    if graph.roundings:
+        log.warning("%s: %d roundings inside its attention are left out", path.stem, len(graph.roundings))
     return graph, scan_onnx(graph, path.stem)
 
 
-def load_file(path: Path, size: tuple[int, ...] | None = None) -> tuple[GraphModule, tuple[Tensor, ...], Scan]:
-    """An ONNX file as a torch module, inputs to run it on (one image where its batch is open), and its own sites.
+@dataclass(frozen=True)
+class Loaded:
+    """An ONNX file as a torch module, `inputs` to run it on (one image where its batch is open), its own sites, and
+    what the module leaves out of a quantised file.
+    """
+
+    module: GraphModule
+    inputs: tuple[Tensor, ...]
+    scan: Scan
+    left_out: LeftOut | None
+
+
+def load_file(path: Path, size: tuple[int, ...] | None = None) -> Loaded:
+    """An ONNX file as a torch module.
 
     Raises:
         InputError: the file is damaged, an open axis is not given, or an operator is not translated.
-        CheckFailedError: the module differs from onnxruntime.
+        CheckFailedError: the module differs from onnxruntime, or what it leaves out is more than rounding.
     """
     model = read_model(path)
-    module, inputs = import_model(model, open_sizes(model, size))
+    graph = OnnxGraph(model, open_sizes(model, size))
+    module, inputs = import_graph(graph)
+    lost = left_out(graph, inputs)
+    if lost is not None:
+        log.warning(
+            "%s: %d roundings inside its attention are left out, which changes its answer by %.1f %% on random inputs "
+            "(as much noise as their steps: %.1f %%)",
+            *(path.stem, lost.roundings, 100 * lost.difference, 100 * lost.drawn),
+        )
     batches = [next(iter(value.shape), 0) for value in real_inputs(model.graph) if value.shape is not None]
     is_open = len(batches) == len(inputs) and not any(isinstance(batch, int) for batch in batches)
-    found = scan_onnx(OnnxGraph(model, open_sizes(model, size)), path.stem)
-    return module, tuple(tensor[:1] for tensor in inputs) if is_open else inputs, found
+    example = tuple(tensor[:1] for tensor in inputs) if is_open else inputs
+    return Loaded(module, example, scan_onnx(graph, path.stem), lost)
 
 
 def open_sizes(model: ir.Model, size: tuple[int, ...] | None) -> Mapping[str, tuple[int, ...]] | None:

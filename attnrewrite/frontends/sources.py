@@ -8,7 +8,7 @@ import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -91,7 +91,8 @@ class Source:
     converted folder: how to load the model it was converted from); None for what exists in memory only. `folder` is
     the converted folder that it was read from, or None. `code` is the digest of the file whose code made it, NO_CODE
     where none did; None of a folder and of what exists in memory only. `labels` are the names of the classes, where the
-    model's own configuration has them.
+    model's own configuration has them. `left_out` is what of a quantised file the model leaves out, as report.json has
+    it.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Source:
     own: Scan | None = None
     code: str | None = None
     labels: tuple[str, ...] | None = None
+    left_out: Mapping[str, float] | None = None
 
     def original(self, spec: str | None = None, checkpoint: str | None = None) -> "Source":
         """The model that this converted folder was made from: `spec` and `checkpoint` where they are given, else as the
@@ -316,9 +318,11 @@ def _from_onnx(path: Path, checkpoint: str | None, size: Size | None) -> Source:
     _check_onnx(path, checkpoint)
     from attnrewrite.frontends.onnx_file import load_file
 
-    module, inputs, own = load_file(path, size)
+    loaded = load_file(path, size)
     origin = Origin(str(path.absolute()), input_size=size)
-    return Source(path.stem, module, None, inputs, origin=origin, own=own, code=NO_CODE)
+    lost = None if loaded.left_out is None else asdict(loaded.left_out)
+    source = Source(path.stem, loaded.module, None, loaded.inputs, origin=origin, own=loaded.scan, code=NO_CODE)
+    return replace(source, left_out=lost)
 
 
 def examine_onnx(

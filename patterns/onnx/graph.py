@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
@@ -14,12 +13,8 @@ from attnrewrite.patterns.matcher import scan
 from attnrewrite.patterns.onnx.normalise import moved, normalise
 from attnrewrite.patterns.onnx.operators import SHAPE_ONLY
 from attnrewrite.patterns.onnx.prepare import prepare
-from attnrewrite.patterns.onnx.recognise import (
-    BiasedProduct,
-    biased_product,
-    quantised_around,
-    scope_of,
-)
+from attnrewrite.patterns.onnx.quantised import as_pairs, inner_roundings, quantised_around, without
+from attnrewrite.patterns.onnx.recognise import BiasedProduct, biased_product, scope_of
 from attnrewrite.patterns.onnx.sizes import Size, evaluate, reading
 from attnrewrite.patterns.softmaxes import softmax_by_hand
 from attnrewrite.site import Frontend, Scan
@@ -31,7 +26,8 @@ _WORTH_KEEPING = 1 << 16  # elements up to which a computed constant is remember
 class OnnxGraph:
     """A model, with the sizes that a batch of two gives it where its batch is open.
 
-    `input_sizes` gives what the inputs leave open beyond the batch, by input name.
+    `input_sizes` gives what the inputs leave open beyond the batch, by input name. What is quantised inside an
+    attention is read in float: `source` is the model that is shown, without the `roundings` of `quantised`.
 
     Raises:
         InputError: the graph is cyclic, a node does not take its operands, or an open axis is not given.
@@ -40,7 +36,16 @@ class OnnxGraph:
     frontend: Frontend = "onnx"
 
     def __init__(self, model: ir.Model, input_sizes: Mapping[str, Size] | None = None) -> None:
-        self.prepared = prepare(model, input_sizes)
+        self.source = self.quantised = as_pairs(model)
+        self._read(input_sizes)
+        names = {str(value.name) for node in self.source.graph for value in node.outputs}
+        self.roundings = inner_roundings(self, names)
+        if self.roundings:
+            self.source = without(self.quantised, self.roundings)
+            self._read(input_sizes)
+
+    def _read(self, input_sizes: Mapping[str, Size] | None) -> None:
+        self.prepared = prepare(self.source, input_sizes)
         self._sizes = self.prepared.sizes
         self._values = {str(value.name): value for value in _named_values(self.prepared.model.graph)}
         self._is_constant: dict[str, bool] = {}
@@ -55,9 +60,9 @@ class OnnxGraph:
         self._biased = {part.total: part for part in parts}
         self._by_linear = {part.linear: part for part in self._biased.values()}
         self._read_as = {part.product: part.linear for part in self._biased.values()}
+        self.values = self._shown()
 
-    @cached_property
-    def values(self) -> tuple[str, ...]:
+    def _shown(self) -> tuple[str, ...]:
         """Every value whose size is known; a product whose bias is added right after is shown with it."""
         hidden = {name for part in self._biased.values() for name in part.hidden}
         shown: list[str] = []
@@ -103,6 +108,12 @@ class OnnxGraph:
         """The linear map that ends in a value by the addition of its bias."""
         return self._biased.get(value)
 
+    def maker(self, value: str) -> ir.Node | None:
+        """The node that makes a value; of a product that is read with its bias, the product's."""
+        part = self._by_linear.get(value)
+        found = self._values.get(value if part is None else part.product)
+        return None if found is None else found.producer()
+
     def users(self, value: str) -> tuple[str, ...]:
         if value not in self._values:
             return (self._by_linear[value].total,) if value in self._by_linear else ()
@@ -124,9 +135,9 @@ class OnnxGraph:
         return self._is_constant.get(value, False)
 
     def is_stored(self, value: str) -> bool:
-        """Whether a constant is an initialiser, as it stands or with its axes moved: a weight."""
+        """Whether a constant is an initialiser, as it stands, with its axes moved, or of integers: a weight."""
         operation = self.operation(value)
-        while operation.kind == "move" and len(operation.inputs) == 1:
+        while (operation.kind == "move" or operation.name == "dequantize") and len(operation.inputs) == 1:
             operation = self.operation(operation.inputs[0])
         return operation.kind == "constant"
 

@@ -47,6 +47,9 @@ def normalise(graph: OnnxView, value: str, node: ir.Node) -> Operation:
         return _movement(graph, value, node, name)
     if kind == "map" and name == "identity":
         return _identity(graph, value, node, inputs)
+    if kind == "map" and node.op_type in QUANTISED:
+        units = all(graph.is_constant(unit) for unit in inputs[1:])
+        return Operation(value, kind, name, inputs[:1] if units else inputs, {"quantized": True})
     if node.op_type == "Clip" and all(graph.is_constant(bound) for bound in inputs[1:]):
         return Operation(value, kind, name, inputs[:1])
     if kind == "map":

@@ -44,6 +44,8 @@ MAPS = {
     },
     **_lowered("Mish Swish FastGelu BiasGelu QuickGelu BitwiseAnd"),
     "Sum": "add",
+    "QuantizeLinear": "quantize",
+    "DequantizeLinear": "dequantize",
 }
 NORMS = {
     "LayerNormalization": "layer_norm",
@@ -72,6 +74,8 @@ QUANTISED = frozenset(
     _words("QuantizeLinear DequantizeLinear DynamicQuantizeLinear MatMulInteger ConvInteger QLinearMatMul QLinearConv")
     + _words("QGemm DynamicQuantizeMatMul MatMulIntegerToFloat MatMulNBits QLinearAdd QLinearMul QLinearSigmoid")
 )
+# what to give in place of a model whose attention computes on integers
+UNQUANTISED = "give the model before quantization, or in QDQ form (onnxruntime's QuantFormat.QDQ)"
 SHAPE_ONLY = frozenset(_words("Shape Size EyeLike"))  # they read their operand's size, not its elements
 
 SIMPLE: dict[str, tuple[Kind, str]] = {

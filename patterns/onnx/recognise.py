@@ -9,11 +9,8 @@ from typing import Protocol
 
 import onnx_ir as ir
 
-from attnrewrite.patterns.graph import GraphView, Operation
-from attnrewrite.site import NearMiss
+from attnrewrite.patterns.graph import Operation
 
-_BORDERS = frozenset({"linear", "conv", "norm", "softmax", "sdpa"})
-_NEAR = 256  # values: an attention has fewer, and a graph may be long
 _SCOPES = "pkg.torch.onnx.name_scopes"  # written by torch's exporter: the module path, outermost first, and the node
 
 
@@ -146,30 +143,3 @@ def scope_of(node: ir.Node) -> str:
             kept.pop()
         kept.append(part)
     return ".".join(kept)
-
-
-def quantised_around(graph: GraphView, value: str) -> NearMiss | None:
-    """The near miss that an anchor is where numbers are quantized between its projections and the map after it."""
-    anchor = graph.operation(value)
-    if anchor.kind not in ("softmax", "sdpa"):
-        return None
-    for near in (*_around(graph, value, forward=False), *_around(graph, value, forward=True)):
-        operation = graph.operation(near)
-        if operation.attributes.get("quantized"):
-            why = f"{operation.name} ({near}) quantizes what it reads or makes; give the model before quantization"
-            return NearMiss("quantized", why, anchor.kind, value, (value,))
-    return None
-
-
-def _around(graph: GraphView, value: str, forward: bool) -> list[str]:
-    """The nearest values before or after one, up to a linear map, convolution, norm or attention."""
-    found, seen = [value], {value}
-    for current in found:
-        operation = graph.operation(current)
-        if (operation.kind in _BORDERS and current != value) or len(found) > _NEAR:
-            continue
-        for other in graph.users(current) if forward else operation.inputs:
-            if other not in seen and not graph.is_constant(other):
-                seen.add(other)
-                found.append(other)
-    return found

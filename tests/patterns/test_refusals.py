@@ -219,7 +219,7 @@ def fused(body: str, opset: int = 17, inputs: str = "float[2,10,16] x") -> Case:
 
 
 FROM_ONNX: dict[str, Case] = {
-    "quantized": onnx(_SCORES + "i = QuantizeLinear(s, root)\n d = DequantizeLinear(i, root)\n p = Softmax(d)\n"
+    "quantized": onnx(_SCORES + "i = QuantizeLinear(s, root)\n d = DequantizeLinear(i, scale0)\n p = Softmax(d)\n"
                       "y = MatMul(p, x)"),
     "unsupported-operator": onnx("y = com.microsoft.GroupQueryAttention<num_heads=2, kv_num_heads=2>(x, x, x)"),
     "unknown-size": onnx("i = NonZero(x)\n c = Cast<to=1>(i)\n y = Softmax(c)"),

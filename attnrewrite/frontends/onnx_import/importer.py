@@ -14,38 +14,41 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from attnrewrite.errors import CheckFailedError, InputError, first_line
+from attnrewrite.errors import CheckFailedError
 from attnrewrite.frontends.onnx_import.arithmetic import OPERATORS
 from attnrewrite.frontends.onnx_import.call import Call, Translation, torch_dtype
+from attnrewrite.frontends.onnx_import.compared import TOLERANCE, difference
 from attnrewrite.frontends.onnx_import.layers import LAYERS
 from attnrewrite.frontends.onnx_import.movement import MOVES
-from attnrewrite.passes.verify import relative_error
-from attnrewrite.patterns.onnx.files import quiet_ir
+from attnrewrite.frontends.onnx_import.quantised import INTEGERS
+from attnrewrite.frontends.onnx_import.quantised import QUANTISED as ROUNDINGS
 from attnrewrite.patterns.onnx.graph import OnnxGraph
-from attnrewrite.patterns.onnx.operators import QUANTISED, SHAPE_ONLY
+from attnrewrite.patterns.onnx.operators import QUANTISED, SHAPE_ONLY, UNQUANTISED
 from attnrewrite.patterns.onnx.recognise import attribute_name
 from attnrewrite.patterns.onnx.sizes import reading, real_inputs
 
-TOLERANCE = 1e-4
-TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS
+TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS | ROUNDINGS
 
 
 def import_model(
     model: ir.Model, input_sizes: Mapping[str, tuple[int, ...]] | None = None
 ) -> tuple[GraphModule, tuple[Tensor, ...]]:
-    """`model` as a torch module, and inputs that it runs on; checked against onnxruntime on these.
+    """`model` as `import_graph` has it. `input_sizes` gives what the inputs leave open beyond the batch, by name."""
+    return import_graph(OnnxGraph(model, input_sizes))
 
-    Parameters are named by `attribute_name` of the initialisers. `input_sizes` gives what the inputs leave open beyond
-    the batch, by input name.
+
+def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
+    """`graph` as a torch module, and inputs that it runs on; checked against onnxruntime on these.
+
+    Parameters are named by `attribute_name` of the initialisers.
 
     Raises:
         InputError: an operator is not translated (named, with its node and opset), or onnxruntime is not installed.
         CheckFailedError: the module differs from onnxruntime by more than TOLERANCE.
     """
-    graph = OnnxGraph(model, input_sizes)
     module = _Importer(graph).run()
     inputs = example_inputs(graph)
-    error = difference(model, module, inputs)
+    error = difference(graph.source, module, inputs)
     if not error <= TOLERANCE:
         raise CheckFailedError(
             f"the imported model differs from onnxruntime by {error:.2e} (allowed {TOLERANCE:.0e}); please report it"
@@ -68,34 +71,6 @@ def example_inputs(graph: OnnxGraph) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -> float:
-    """The largest difference between a torch module and the model in onnxruntime, over the largest value."""
-    import tempfile
-    from pathlib import Path
-
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise InputError("onnxruntime is not installed (pip install 'attnrewrite[onnx]')") from error
-    with tempfile.TemporaryDirectory() as folder, quiet_ir():
-        path = Path(folder) / "model.onnx"
-        ir.save(model, path, external_data="model.data", format="protobuf")
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 4  # what it raises says it all
-        try:
-            session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-            names = [value.name for value in session.get_inputs()]
-            wanted = session.run(None, {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)})
-        except Exception as error:  # onnxruntime raises many kinds
-            line = first_line(error)
-            raise InputError(f"onnxruntime does not run the model: {line}") from error
-    with torch.no_grad():
-        found = module(*inputs)
-    pairs = zip(found if isinstance(found, tuple) else (found,), wanted, strict=True)
-    return max(relative_error(mine, torch.from_numpy(np.asarray(theirs))) for mine, theirs in pairs)
-
-
 class _Importer:
     """Translates the nodes of a view, in order, into one FX graph."""
 
@@ -115,7 +90,7 @@ class _Importer:
         for node in model.graph:
             if not self._folds(node):
                 self._translate(node)
-        results = tuple(self.operand(str(value.name), None) for value in model.graph.outputs)
+        results = tuple(self._result(str(value.name)) for value in model.graph.outputs)
         self.graph.output(results[0] if len(results) == 1 else results)
         module = GraphModule(self.root, self.graph)
         module.graph.eliminate_dead_code()
@@ -128,6 +103,10 @@ class _Importer:
                 raise call.unsupported(f"it computes with the batch size as a number ({name!r})")
             self._made[name] = self._stored(name)
         return self._made[name]
+
+    def _result(self, name: str) -> Node:
+        made, kind = self.operand(name, None), self.view.dtype(name)
+        return self.graph.call_method("to", (made, torch_dtype(kind))) if kind in INTEGERS else made
 
     def size(self, name: str) -> list[Any]:
         axes = self.view.batch_axes(name)
@@ -178,13 +157,14 @@ class _Importer:
         return call.emit(torch.reshape, made, size)
 
     def _stored(self, name: str) -> Node:
-        """A constant as a parameter or a buffer of the module."""
+        """A constant as a parameter of the module, where the file could store another in its place, or as a buffer."""
         own = attribute_name(name)
         array = self.view.constant(name)
         tensor = torch.from_numpy(np.array(array, copy=True))
         wanted = torch_dtype(self.view.dtype(name))
         tensor = tensor.to(wanted) if tensor.dtype != wanted else tensor
-        if tensor.is_floating_point() and tensor.dim():
+        stored = name in self.view.prepared.model.graph.initializers
+        if tensor.is_floating_point() and tensor.dim() and stored:
             self.root.register_parameter(own, nn.Parameter(tensor))
         else:
             self.root.register_buffer(own, tensor)
@@ -205,8 +185,8 @@ class _Importer:
         known = node.domain in ("", "ai.onnx", "attnrewrite", "com.microsoft")
         translation = TRANSLATIONS.get(node.op_type) if known else None
         if translation is None:
-            quantised = "it computes on quantized numbers; give the model before quantization"
-            raise call.unsupported(quantised if node.op_type in QUANTISED else "no translation is known")
+            integers = node.op_type in QUANTISED
+            raise call.unsupported(f"it computes on integers; {UNQUANTISED}" if integers else "no translation is known")
         for value in node.outputs:
             if value.name and not self.view.is_sized(value.name):
                 raise call.unsupported("the size of its result depends on the data")

@@ -57,29 +57,15 @@ NEAR_MISSES = {
         "unsupported-operator",
     ),
     "a quantized softmax": (17, "y = com.microsoft.QLinearSoftmax<opset=13>(x, root, root)", "quantized"),
-    "quantized scores, and a quantized constant that scales them": (
+    "scores rounded by one scale and read by another": (
         17,
-        _SCORES
-        + "ic = QuantizeLinear(root, root)\n c = DequantizeLinear(ic, root)\n i = QuantizeLinear(s, root)\n"
-        + "e = DequantizeLinear(i, root)\n f = Mul(e, c)\n p = Softmax(f)\n y = MatMul(p, v)",
+        _SCORES + "i = QuantizeLinear(s, root)\n d = DequantizeLinear(i, scale0)\n p = Softmax(d)\n y = MatMul(p, v)",
         "quantized",
     ),
-    "quantized scores": (
+    "queries rounded before a fused operator": (
         17,
-        _SCORES + "i = QuantizeLinear(s, root)\n d = DequantizeLinear(i, root)\n p = Softmax(d)\n y = MatMul(p, v)",
-        "quantized",
-    ),
-    "quantized queries": (
-        17,
-        _SCORES.replace("MatMul(q, kt)", "MatMul(dq, kt)").replace(
-            " kt =", " iq = QuantizeLinear(q, root)\n dq = DequantizeLinear(iq, root)\n kt ="
-        )
-        + "p = Softmax(s)\n y = MatMul(p, v)",
-        "quantized",
-    ),
-    "quantized probabilities": (
-        17,
-        _SCORES + "p = Softmax(s)\n i = QuantizeLinear(p, root)\n d = DequantizeLinear(i, root)\n y = MatMul(d, v)",
+        "q = MatMul(x, wq)\n i = QuantizeLinear(q, root)\n d = DequantizeLinear(i, root)\n"
+        "y = com.microsoft.MultiHeadAttention<num_heads=2>(d, x, x)",
         "quantized",
     ),
     "whole numbers": (

@@ -1,0 +1,90 @@
+"""An ONNX model in onnxruntime, and a torch module held to it."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from attnrewrite.errors import InputError, first_line
+from attnrewrite.passes.roundings import FromRounding, roundings, step_name
+from attnrewrite.passes.verify import relative_error
+from attnrewrite.patterns.onnx.files import quiet_ir
+from attnrewrite.patterns.onnx.operators import QUANTISED
+
+TOLERANCE = 1e-4
+_ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear")
+
+
+def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -> float:
+    """The largest difference between a torch module and the model in onnxruntime, over the largest value.
+
+    Where the module rounds to integers, it is compared at what each rounding is given, which the next part of it starts
+    from as onnxruntime has it. A rounding that the model lacks is an infinite difference.
+    """
+    asked = {} if not isinstance(module, GraphModule) else _rounded(model, module)
+    wanted = run(model, inputs, tuple(asked.values()))
+    results, inner = wanted[: len(wanted) - len(asked)], wanted[len(wanted) - len(asked) :]
+    error = 0.0
+    with torch.no_grad():
+        if isinstance(module, GraphModule) and roundings(module):
+            compared = FromRounding(module, dict(zip(asked, inner, strict=True)))
+            found, error = compared.run(*inputs), compared.error
+        else:
+            found = module(*inputs)
+    pairs = zip(found if isinstance(found, tuple) else (found,), results, strict=True)
+    return max(error, *(relative_error(mine, theirs) for mine, theirs in pairs))
+
+
+def _rounded(model: ir.Model, module: GraphModule) -> dict[str, str]:
+    """What the roundings of both are given, by the name that marks them in the module: the model's values."""
+    own = roundings(module)
+    given = {step_name(str(n.outputs[0].name)): str(n.inputs[0].name) for n in model.graph if n.op_type in _ROUNDS}  # type: ignore[union-attr]
+    return {name: value for name, value in given.items() if name in own}
+
+
+def run(model: ir.Model, inputs: tuple[Tensor, ...], values: Sequence[str] = ()) -> list[Tensor]:
+    """The model's results in onnxruntime, and the `values` on the way; what is quantised runs as it is written.
+
+    Raises:
+        InputError: onnxruntime is not installed, or does not run the model.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise InputError("onnxruntime is not installed (pip install 'attnrewrite[onnx]')") from error
+    if values:
+        model = _showing(model, values)
+    with tempfile.TemporaryDirectory() as folder, quiet_ir():
+        path = Path(folder) / "model.onnx"
+        ir.save(model, path, external_data="model.data", format="protobuf")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 4  # what it raises says it all
+        if any(node.op_type in QUANTISED for node in model.graph):
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        try:
+            session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            names = [value.name for value in session.get_inputs()]
+            made = session.run(None, {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)})
+        except Exception as error:  # onnxruntime raises many kinds
+            line = first_line(error)
+            raise InputError(f"onnxruntime does not run the model: {line}") from error
+    return [torch.from_numpy(np.asarray(each)) for each in made]
+
+
+def _showing(model: ir.Model, values: Sequence[str]) -> ir.Model:
+    """A copy whose results are followed by `values`."""
+    result = model.clone()
+    made = {value.name: value for node in result.graph for value in node.outputs}
+    known = made | {value.name: value for value in result.graph.inputs}
+    for place, name in enumerate(values):
+        shown = ir.node("Identity", [known[name]])
+        shown.outputs[0].name, shown.outputs[0].type = f"shown/{place}", ir.TensorType(ir.DataType.FLOAT)
+        result.graph.append(shown)
+        result.graph.outputs.append(shown.outputs[0])
+    return result

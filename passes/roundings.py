@@ -1,0 +1,94 @@
+"""Graphs that round to integers of a scale, compared with one another from rounding to rounding.
+
+Where a number lies between two steps, the order of a sum decides which one it is rounded to, and everything behind
+follows. So each rounding is compared by what it is given, as sums are, and goes on from one side's number on both.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from attnrewrite.errors import CheckFailedError
+from attnrewrite.passes.verify import Run, known_error, outputs
+from attnrewrite.passes.wide import Recording, Wide
+
+REWRITING_TOLERANCE = 1e-4  # each site's weights are rounded once as they are carried over, and layers add that up
+_PREFIX = "step_of_"
+
+
+def step_name(rounded: str) -> str:
+    """The name of the buffer that marks the rounding whose integers are called `rounded`."""
+    plain, own = re.sub(r"\W", "_", rounded), hashlib.blake2b(rounded.encode(), digest_size=3).hexdigest()
+    return f"{_PREFIX}{plain}_{own}"
+
+
+def roundings(module: GraphModule) -> dict[str, Node]:
+    """What each rounding of a graph is given, by the name of the buffer that marks it."""
+    found = {}
+    for node in module.graph.nodes:
+        name = str(node.target).rpartition(".")[2] if node.op == "get_attr" else ""
+        if not name.startswith(_PREFIX):
+            continue
+        given = next(iter(node.users)).args[0]
+        ranged = any(operator in str(given.target) for operator in ("amax", "amin"))  # of a scale of the moment
+        found[name] = given.args[0] if ranged else given
+    return found
+
+
+class FromRounding(Recording):
+    """Runs `module`, each rounding from the number that `given` has for it, by name; `error` is the largest difference
+    between these and the module's own, over the largest of them.
+    """
+
+    def __init__(self, module: GraphModule, given: Mapping[str, Tensor]) -> None:
+        super().__init__(module)
+        self.error = 0.0
+        self._given = {node.name: given.get(name) for name, node in roundings(module).items()}
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.name not in self._given:
+            return result
+        wanted = self._given[n.name]
+        self.error = max(self.error, math.inf if wanted is None else known_error(result, wanted))
+        return result if wanted is None else wanted.to(result.dtype)
+
+
+@torch.no_grad()
+def rounded_values(module: GraphModule, *inputs: Tensor) -> dict[str, Tensor]:
+    """What each rounding of a graph is given on `inputs`."""
+    places = roundings(module)
+    recording = Recording(module, [node.name for node in places.values()])
+    recording.run(*inputs)
+    return {name: recording.kept[node.name] for name, node in places.items()}
+
+
+@torch.no_grad()
+def rewriting_error(original: GraphModule, identity: GraphModule, run: Run) -> float:
+    """How far the whole model, every site softmax re-emitted, is from the original's `run`, from rounding to rounding
+    where it has some; in float64 where it is beyond REWRITING_TOLERANCE as the model computes.
+
+    Raises:
+        CheckFailedError: by more than REWRITING_TOLERANCE, although each site alone is right.
+    """
+    compared = FromRounding(identity, rounded_values(original, *run.draw.inputs))
+    error = max(_answers_apart(compared.run(*run.draw.inputs), run.answer), compared.error)
+    if not error <= REWRITING_TOLERANCE:
+        error = _answers_apart(*(Wide(each).run(*run.draw.inputs) for each in (identity, original)))
+    if not error <= REWRITING_TOLERANCE:
+        raise CheckFailedError(
+            f"with softmax re-emitted at every site the model differs from the original by {error:.2e} (allowed "
+            f"{REWRITING_TOLERANCE:.0e}) on {run.draw.name}, although each site alone agrees; nothing was written"
+        )
+    return error
+
+
+def _answers_apart(found: Any, wanted: Any) -> float:
+    pairs = zip(outputs(found), outputs(wanted), strict=True)
+    return max((known_error(*pair) for pair in pairs), default=0.0)

@@ -1,0 +1,239 @@
+"""Quantised files: an attention between two roundings is read in float, without the roundings inside it.
+
+A DequantizeLinear that undoes a QuantizeLinear is the identity but for a rounding and a range: a pair. Between the
+projections of an attention and the map that reads it, pairs are left out. Those before and after it stay.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from attnrewrite.patterns.graph import GraphView
+from attnrewrite.patterns.onnx.operators import UNQUANTISED
+from attnrewrite.patterns.onnx.prepare import inlined
+from attnrewrite.site import NearMiss
+
+_BORDERS = frozenset({"linear", "conv", "norm", "softmax", "sdpa", "input", "constant"})
+_NEAR = 256  # values: an attention has fewer, and a graph may be long
+_ROUNDS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
+_INTEGER_PRODUCTS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A pair on the way to operand `place` of the node that makes `reader`: without it, the node reads `source`.
+
+    `rounded` is what the pair makes.
+    """
+
+    reader: str
+    place: int
+    source: str
+    rounded: str
+
+
+class QuantisedView(GraphView, Protocol):
+    """What looking for pairs needs beyond GraphView."""
+
+    def maker(self, value: str) -> ir.Node | None:
+        """The node that makes a value; of a product that is read with its bias, the product's."""
+
+
+def inner_roundings(graph: QuantisedView, names: Collection[str]) -> tuple[Rounding, ...]:
+    """The pairs inside the attentions of `graph` whose readers are among `names`; all those of an attention, or none.
+
+    `names` are the values of the file itself: what stands inside a fused operator is no operand that can be exchanged.
+    """
+    found: dict[Rounding, None] = {}
+    for value in graph.values:
+        own = [each for reader in _readers(graph, value) for each in _pairs_before(graph, reader)]
+        if all(each.reader in names for each in own):
+            found.update(dict.fromkeys(own))
+    return tuple(found)
+
+
+def without(model: ir.Model, roundings: Sequence[Rounding], other: "Instead | None" = None) -> ir.Model:
+    """A copy of `model` in which each reader reads the source of its rounding, or what `other` makes of that."""
+    result, read = model.clone(), {}
+    values = {str(value.name): value for value in _made(result.graph)}
+    for each in roundings:
+        reader, source = values[each.reader].producer(), values[each.source]
+        assert reader is not None
+        if each.rounded not in read:
+            read[each.rounded] = source if other is None else other(values[each.rounded], source)
+        reader.replace_input_with(each.place, read[each.rounded])
+    RemoveUnusedNodesPass()(result)
+    return result
+
+
+Instead = Callable[[ir.Value, ir.Value], ir.Value]  # what is read in place of (what a pair makes, its source)
+
+
+def quantised_around(graph: GraphView, value: str) -> NearMiss | None:
+    """The near miss that an anchor is where something between its projections and its products still is quantised."""
+    for near in _inside(graph, value):
+        operation = graph.operation(near)
+        if operation.attributes.get("quantized") and not graph.is_constant(near):
+            why = f"{operation.name} ({near}) quantizes what it reads or makes, and cannot be left out; {UNQUANTISED}"
+            return NearMiss("quantized", why, graph.operation(value).kind, value, (value,))
+    return None
+
+
+def _readers(graph: QuantisedView, value: str) -> list[str]:
+    inside = _inside(graph, value)
+    return [*inside, *_maps_before(graph, inside), *_way_out(graph, inside)] if inside else []
+
+
+def _inside(graph: GraphView, value: str) -> list[str]:
+    """The values from the borders before an anchor to its product with the values, both products included."""
+    anchor = graph.operation(value)
+    if anchor.kind not in ("softmax", "sdpa") or graph.is_constant(value):
+        return []
+    ahead, products = [value], [value] if anchor.kind == "sdpa" else []
+    for current in ahead:
+        for user in graph.users(current) if not products and len(ahead) <= _NEAR else ():
+            operation = graph.operation(user)
+            if operation.kind == "matmul" and not all(graph.is_constant(o) for o in operation.inputs if o != current):
+                products.append(user)
+            elif operation.kind not in _BORDERS and user not in ahead and operation.name != "output":
+                ahead.append(user)
+    found = [*ahead, *(product for product in products if product not in ahead)]
+    for current in found:
+        for operand in graph.operation(current).inputs:
+            border = graph.operation(operand).kind in _BORDERS or graph.is_constant(operand)
+            if not border and operand not in found and len(found) <= _NEAR:
+                found.append(operand)
+    return found
+
+
+def _maps_before(graph: QuantisedView, inside: Sequence[str]) -> Iterator[str]:
+    """The projections that integers of the moment are multiplied with: what rounds them belongs to the product."""
+    for value in inside:
+        for operand in graph.operation(value).inputs:
+            node = graph.maker(operand) if graph.operation(operand).kind in ("linear", "conv") else None
+            pair = _pair(node.inputs[0]) if node is not None else None
+            if pair is not None and pair.op_type == "DynamicQuantizeLinear":
+                yield operand
+
+
+def _way_out(graph: QuantisedView, inside: Sequence[str]) -> list[str]:
+    """From the last product, through movement and pairs alone, to the map that reads them; empty where none does."""
+    products = [value for value in inside if graph.operation(value).kind in ("matmul", "sdpa")]
+    value = next((value for value in products if not set(graph.users(value)) & set(inside)), None)
+    way: list[str] = []
+    while value is not None and (user := _only_user(graph, value)) is not None and len(way) <= _NEAR:
+        operation = graph.operation(user)
+        way.append(user)
+        if operation.kind in ("linear", "conv") and operation.inputs[0] == value:
+            return way
+        moves = operation.kind == "move" and operation.inputs == (value,)
+        value = user if moves or operation.attributes.get("quantized") or operation.name == "identity" else None
+    return []
+
+
+def _only_user(graph: QuantisedView, value: str) -> str | None:
+    """What is made of `value` where one node reads it: the integers, of a node that makes their scale as well."""
+    users = graph.users(value)
+    rounded = users and all(graph.operation(user).name == "DynamicQuantizeLinear" for user in users)
+    one = len(users) == 1 or (rounded and len({id(graph.maker(user)) for user in users}) == 1)
+    return users[0] if one else None
+
+
+def _pairs_before(graph: QuantisedView, reader: str) -> Iterator[Rounding]:
+    node = graph.maker(reader)
+    if node is None or node.op_type in (*_ROUNDS, "DequantizeLinear"):
+        return
+    for place, operand in enumerate(node.inputs):
+        rounds, source = _pair(operand), operand
+        while rounds is not None and source is not None:
+            source = rounds.inputs[0]
+            rounds = _pair(source)
+        if source is not None and operand is not None and source is not operand:
+            yield Rounding(str(node.outputs[0].name), place, str(source.name), str(operand.name))
+
+
+def _pair(value: ir.Value | None) -> ir.Node | None:
+    """The node that rounds what `value` has again as fractions, by the same scale."""
+    undoes = value.producer() if value is not None else None
+    if undoes is None or undoes.op_type != "DequantizeLinear" or undoes.inputs[0] is None:
+        return None
+    rounds = undoes.inputs[0].producer()
+    if rounds is None or rounds.op_type not in _ROUNDS:
+        return None
+    scales = rounds.outputs[1:] if rounds.op_type == "DynamicQuantizeLinear" else rounds.inputs[1:]
+    same = len(scales) == len(undoes.inputs) - 1 and all(map(_equal, scales, undoes.inputs[1:]))
+    axes = [node.attributes["axis"].as_int() if "axis" in node.attributes else 1 for node in (rounds, undoes)]
+    return rounds if same and axes[0] == axes[1] else None
+
+
+def _equal(one: ir.Value | None, other: ir.Value | None) -> bool:
+    if one is other or one is None or other is None:
+        return one is other
+    mine, theirs = ir.convenience.get_const_tensor(one), ir.convenience.get_const_tensor(other)
+    return mine is not None and theirs is not None and np.array_equal(mine.numpy(), theirs.numpy())
+
+
+def as_pairs(model: ir.Model) -> ir.Model:
+    """`model` with products of integers (MatMulInteger, ConvInteger) as products of pairs, which are the same numbers.
+
+    onnxruntime's dynamic quantisation writes Mul(Cast(MatMulInteger(a, b)), Mul(scale of a, scale of b)): what is
+    written otherwise stays. The model given is not changed.
+    """
+    if not any(node.op_type in _INTEGER_PRODUCTS for graph in model.graphs() for node in graph):
+        return model
+    result = inlined(model)
+    for node in list(result.graph):
+        if node.op_type == "Mul":
+            _written_as_pairs(result.graph, node)
+    RemoveUnusedNodesPass()(result)
+    return result
+
+
+def _written_as_pairs(graph: ir.Graph, node: ir.Node) -> None:
+    cast, scale = (operand.producer() if operand is not None else None for operand in node.inputs)
+    product = cast.inputs[0].producer() if cast is not None and cast.op_type == "Cast" and cast.inputs[0] else None
+    if product is None or scale is None or product.op_type not in _INTEGER_PRODUCTS or scale.op_type != "Mul":
+        return
+    operands, name = [], str(node.outputs[0].name)
+    for place, role in enumerate(("left", "right")):
+        integers = product.inputs[place]
+        zero = product.inputs[place + 2] if len(product.inputs) > place + 2 else None
+        unit = _unit_of(integers, scale, first=place == 0)
+        if integers is None or unit is None:
+            return
+        units, sizes = list(unit.shape or ()), list(integers.shape or ())
+        if units and (product.op_type == "ConvInteger" or units != sizes[-1:]):
+            return
+        axis = {"axis": len(sizes) - 1} if units else {}
+        operands.append(ir.node("DequantizeLinear", [integers, unit, zero], axis, name=f"{name}/{role}"))
+        operands[-1].outputs[0].name = f"{name}/{role}"
+    plain = ir.node(
+        _INTEGER_PRODUCTS[product.op_type],
+        [operand.outputs[0] for operand in operands],
+        {key: attribute.value for key, attribute in product.attributes.items()},
+        name=node.name,
+        metadata_props=dict(node.metadata_props),
+    )
+    new, old = plain.outputs[0], node.outputs[0]
+    new.type, new.shape = old.type, old.shape
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [*operands, plain], [old], [new])
+
+
+def _unit_of(integers: ir.Value | None, scale: ir.Node, first: bool) -> ir.Value | None:
+    """The factor of `scale` that belongs to `integers`: that of the node that made them, or the stored one."""
+    rounds = integers.producer() if integers is not None else None
+    if rounds is not None and rounds.op_type == "DynamicQuantizeLinear":
+        return next((unit for unit in scale.inputs if unit is rounds.outputs[1]), None)
+    unit = scale.inputs[0 if first else 1]
+    return unit if unit is not None and unit.is_initializer() and integers is not None else None
+
+
+def _made(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
