@@ -46,6 +46,8 @@ FLOORS = (
     ("targets.coreml.passes",),
     ("frontends", "targets.runners", "targets.coreml", "targets.tvm.schedules"),
     ("targets.tvm.schedules.cpu",),
+    ("targets.tvm.schedules.cpu.attention",),
+    ("targets.tvm.schedules.pipelines",),
     ("targets.tvm",),
     ("targets.devices",),
     ("calibration", "evaluation"),

@@ -23,7 +23,7 @@ def relax_pipeline(core: str = "host", precision: str = "fp32") -> Any:
         InputError: there is no processor or precision of that name, with the nearest; or the processor has no
             instructions for the precision.
     """
-    from attnrewrite.targets.tvm.schedules.cpu import pipeline
+    from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
     from attnrewrite.targets.tvm.schedules.precision import require, stored
     from attnrewrite.targets.tvm.schedules.profile import profile
 

@@ -125,7 +125,7 @@ def _compiled(
     apart: Callable[[Any], tuple[Any, Sequence[np.ndarray]]],
 ) -> tuple[Scheduled, Sequence[np.ndarray]]:
     """A module compiled with our schedules, which store `dtype`, and the weights that `apart` took out of it."""
-    from attnrewrite.targets.tvm.schedules.cpu import pipeline
+    from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
 
     require_llvm()
     processor = cpu_profile(core).under(system).storing(dtype)

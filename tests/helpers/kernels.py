@@ -9,7 +9,7 @@ import tvm
 from tvm import relax
 
 from attnrewrite.targets.agreement import FLOAT32
-from attnrewrite.targets.tvm.schedules.cpu import pipeline
+from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
 from attnrewrite.targets.tvm.schedules.profile import Profile, profile
 
 HOST = profile("host")

@@ -16,7 +16,7 @@ tvm = pytest.importorskip("tvm")
 
 from tvm import relax  # noqa: E402
 
-from attnrewrite.targets.tvm.schedules.cpu import pipeline  # noqa: E402
+from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline  # noqa: E402
 from attnrewrite.targets.tvm.schedules.profile import profile  # noqa: E402
 from attnrewrite.targets.tvm.schedules.rewrite import FALLBACK  # noqa: E402
 

@@ -20,8 +20,8 @@ tvm = pytest.importorskip("tvm")
 from kernels import HOST, erf, scheduled, softmax, values, wide
 from tvm import relax
 
-from attnrewrite.targets.tvm.schedules.cpu import pipeline
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import IN_A_ROW
+from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
 from attnrewrite.targets.tvm.schedules.profile import FLOAT16, Profile, profile
 
 DRAWN = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))

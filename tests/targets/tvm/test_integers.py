@@ -19,7 +19,7 @@ from tvm import relax
 
 from attnrewrite.targets.devices.arm_cpu import ArmCpu
 from attnrewrite.targets.tvm.schedules.cpu.dot import dot_of
-from attnrewrite.targets.tvm.schedules.cpu.pipeline import schedule
+from attnrewrite.targets.tvm.schedules.pipelines.cpu import schedule
 from attnrewrite.targets.tvm.schedules.profile import FLOAT16, Profile, profile
 
 DRAWN = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

@@ -15,7 +15,7 @@ from attnrewrite.targets.prepare import reference, specialise
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
 from attnrewrite.targets.tvm.schedules import weights
-from attnrewrite.targets.tvm.schedules.cpu import pipeline
+from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
 from attnrewrite.targets.tvm.schedules.profile import profile
 from attnrewrite.targets.tvm.weights_object import compiled
 
