@@ -80,7 +80,9 @@ class _Writer:
         work = math.prod(self.outer) * self.queries * self.attention.keys * self.depth
         with each((*self.outer, tiles), work) as (*z, tile):
             query = vectors.name(tirx.min(tile * self.rows, self.queries - self.rows))
-            scores = scratch(self.rows * self.length)
+            # The sums of values lie behind the scores: in a buffer of their own they would be kept in the registers that
+            # the next block's sums need.
+            scores = scratch(self.rows * (self.length + (self.channels if self.blocks > 1 else 0)))
             state = _State(self, scores)
             with steps(self.blocks) as block:
                 self.score(z, query, block, scores)
@@ -148,15 +150,18 @@ class _State:
         rows = writer.rows
         self.largest, self.total, self.decay = scratch(rows), scratch(rows), scratch(rows)
         if self.several:
-            self.sums = scratch(rows * writer.channels)
             for row in range(rows):
                 vectors.store(self.largest, row, vectors.splat(LOWEST, 1), 1)
                 vectors.store(self.total, row, vectors.splat(0.0, 1), 1)
             along(
                 (rows * writer.channels,),
                 writer.lanes,
-                lambda _, at, n: vectors.store(self.sums, at, vectors.splat(0.0, n), n),
+                lambda _, at, n: vectors.store(self.scores, self.sums(0, at), vectors.splat(0.0, n), n),
             )
+
+    def sums(self, row: int, channel: Position) -> Position:
+        """Where the sums of values lie."""
+        return self.writer.rows * self.writer.length + row * self.writer.channels + channel
 
     def take(self) -> None:
         """Turn a block's scores into exponentials, relative to the largest score yet."""
@@ -191,9 +196,9 @@ class _State:
         first = block * writer.length
 
         def keep(row: int, at: Position, n: int, value: Value) -> None:
-            place = row * writer.channels + at
-            before = vectors.load(self.sums, place, n) * vectors.splat(self.decay[row], n)
-            vectors.store(self.sums, place, before + value, n)
+            place = self.sums(row, at)
+            before = vectors.load(self.scores, place, n) * vectors.splat(self.decay[row], n)
+            vectors.store(self.scores, place, before + value, n)
 
         self.product(z, lambda k: tirx.min(first + k, writer.attention.keys - 1), writer.length, keep)
 
@@ -212,12 +217,11 @@ class _State:
             self.product(z, lambda k: k, attention.keys, put)
             return
         for row in range(writer.rows):
-            begin = row * writer.channels
             along(
                 (writer.channels,),
                 writer.lanes,
-                lambda index, at, n, row=row, begin=begin: put(  # type: ignore[misc]
-                    row, at, n, vectors.load(self.sums, begin + at, n)
+                lambda _, at, n, row=row: put(  # type: ignore[misc]
+                    row, at, n, vectors.load(self.scores, self.sums(row, at), n)
                 ),
             )
 
