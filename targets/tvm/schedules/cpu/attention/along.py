@@ -80,8 +80,8 @@ class _Writer:
         work = math.prod(self.outer) * self.queries * self.attention.keys * self.depth
         with each((*self.outer, tiles), work) as (*z, tile):
             query = vectors.name(tirx.min(tile * self.rows, self.queries - self.rows))
-            # The sums of values lie behind the scores: in a buffer of their own they would be kept in the registers that
-            # the next block's sums need.
+            # The sums of values lie behind the scores: in a buffer of their own they would take the registers that the
+            # next block's sums need.
             scores = scratch(self.rows * (self.length + (self.channels if self.blocks > 1 else 0)))
             state = _State(self, scores)
             with steps(self.blocks) as block:
