@@ -178,9 +178,10 @@ def _all_heads(operand: Operand, before: Any) -> Any | None:
 
 
 def _scaled(variable: Any, factor: float, before: Any) -> Any:
-    from coremltools.converters.mil.mil import Builder
+    from coremltools.converters.mil.mil import Builder, types
 
-    return Builder.mul(x=variable, y=np.float32(factor), before_op=before)
+    # A program that was saved already computes in float16.
+    return Builder.mul(x=variable, y=types.nptype_from_builtin(variable.dtype)(factor), before_op=before)
 
 
 def _part(variable: Any, begin: int, count: int, before: Any) -> Any:

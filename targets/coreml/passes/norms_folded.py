@@ -32,8 +32,8 @@ def _folded(norm: Any, block: Any) -> bool:
     weight, bias = layer.inputs["weight"].val, layer.inputs.get("bias")
     made = Builder.linear(
         x=layer.inputs["x"],
-        weight=weight * scale[:, None],
-        bias=shift if bias is None else bias.val * scale + shift,
+        weight=(weight * scale[:, None]).astype(weight.dtype),
+        bias=(shift if bias is None else bias.val * scale + shift).astype(weight.dtype),
         before_op=layer,
     )
     replace = block.try_replace_uses_of_var_after_op
@@ -60,9 +60,10 @@ def _read_once(variable: Any, base: Any) -> bool:
 
 
 def _affine(norm: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What a batch norm multiplies by and adds, by channel."""
+    """What a batch norm multiplies by and adds, by channel, in float64."""
     gamma, beta = norm.inputs.get("gamma"), norm.inputs.get("beta")
-    scale = 1 / np.sqrt(norm.inputs["variance"].val + norm.inputs["epsilon"].val)
+    variance, mean = (norm.inputs[name].val.astype(np.float64) for name in ("variance", "mean"))
+    scale = 1 / np.sqrt(variance + norm.inputs["epsilon"].val)
     scale = scale if gamma is None else scale * gamma.val
-    shift = -norm.inputs["mean"].val * scale
+    shift = -mean * scale
     return scale, shift if beta is None else shift + beta.val

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_vits import tiny_vit
+from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.errors import CheckFailedError, InputError
@@ -52,6 +53,33 @@ def test_a_package_in_the_exporters_layout_comes_into_the_engines(tmp_path: Path
     assert made.max_abs_error <= made.tolerance
     assert made.check.startswith("interpreted beside the package before; in float32 within ")
     assert "before, by known rules" in made.notes[0]
+
+
+class Scaled(nn.Module):
+    """An attention that is written out, its queries scaled, and a batch norm behind its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.qkv = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 48)
+        self.proj, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        query, key, value = self.qkv(tokens).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        mixed = ((query * 8**-0.5) @ key.transpose(-2, -1)).softmax(-1) @ value
+        return self.norm(self.proj(mixed.transpose(1, 2).flatten(2)).flatten(0, 1))
+
+
+def test_a_program_of_float16_stays_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    before, image = tmp_path / "before", torch.randn(1, 3, 16, 16)
+    before.mkdir()
+    get_target("coreml-npu").configured(layout="as-is").lower("vit", Scaled().eval(), (image,), before, threads=1)
+    ar.lower(before / package.NAME, "coreml-npu", tmp_path / "out")
+    with package.quiet():
+        program = interpreter.load(tmp_path / "out" / package.NAME)
+    assert lint(program).staying() == (1.0, 1.0)
+    assert "batch_norm" not in {each.op_type for each in program.functions["main"].operations}
 
 
 def of(shape: tuple[int, ...], build: Callable[[Any], Any], target: str = "iOS17") -> Any:
