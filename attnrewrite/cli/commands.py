@@ -54,6 +54,7 @@ def convert(
     --max-latency 0.7 --for host the time. What was measured is in report.json and, as a picture, in report.html.
     """
     from attnrewrite import api
+    from attnrewrite.calibration.processes import first_process
     from attnrewrite.conversion.convert import calibration_images, convert_source
     from attnrewrite.images.dataset import load_images
     from attnrewrite.selection.problem import requested
@@ -74,7 +75,8 @@ def convert(
         execution = replace(run.execution, progress=progress, state=state)
         conversion = convert_source(loaded, variant, calibration, execution, keep, chosen.keep_bad)
     conversion.save(out, force=output.force)
-    shutil.rmtree(state, ignore_errors=True)
+    if first_process():  # the one that writes there
+        shutil.rmtree(state, ignore_errors=True)
     return Outcome({**conversion.report, "out": str(out)}, conversion_table(conversion.report, out))
 
 

@@ -259,6 +259,18 @@ def test_processes_of_torchrun_choose_alike_and_the_first_one_writes(
     assert {path.name for path in tmp_path.iterdir()} == {"images.npz", *plans}
 
 
+def test_only_the_first_process_removes_the_checkpoints(
+    models_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = tmp_path / ".out.calibration"
+    checkpoints.mkdir()
+    command = ["convert", f"{models_file}:vit", "--input-size", "3x16x16", "--variant", "l1", "--out"]
+    for rank, left in (("1", True), ("0", False)):
+        monkeypatch.setenv("RANK", rank)
+        assert main([*command, str(tmp_path / "out")]) == 0
+        assert checkpoints.exists() is left
+
+
 def test_an_onnx_file_gets_a_mixed_plan_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnx_ir", reason="needs onnx_ir")
     import onnx_ir as ir
