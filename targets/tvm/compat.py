@@ -2,10 +2,11 @@
 
 It hides: tvm.relax.build, get_default_pipeline and VirtualMachine, tvm.target.Target, tvm.runtime (tensor, load_module,
 Executable.export_library, Module.imports, inspect_source), tvm.support.cc.cross_compiler, tvm_ffi.libinfo, and the
-global functions runtime.config_threadpool, tvm.codegen.llvm.GetHostCPUName and GetHostCPUFeatures.
+global functions runtime.config_threadpool, runtime.NumThreads, tvm.codegen.llvm.GetHostCPUName and GetHostCPUFeatures.
 """
 
 import importlib.metadata
+import itertools
 import os
 import shutil
 import sys
@@ -32,6 +33,7 @@ from attnrewrite.targets.tvm.schedules.profile import require_llvm
 
 CPU_SCHEDULE = "attnrewrite CPU schedules"
 DEFAULT_SCHEDULE = "TVM's default pipeline"
+_SHARED_PROCESSORS = -3  # threading::ThreadGroup::kSpecifyThreadShareAllCore: no thread is bound to a processor
 
 
 def why_missing() -> Refusal | None:
@@ -235,7 +237,10 @@ def answering(compiled: Any, threads: int) -> Callable[[Sequence[Tensor]], tuple
 def bind(compiled: Any, inputs: Sequence[Tensor], threads: int) -> Callable[[], tuple[np.ndarray, ...]]:
     """A call on this machine's processor of a library (its path) or of what `build` made, `inputs` already in place.
 
-    TVM has one thread pool for the process: the last call bound decides its size.
+    TVM has one thread pool for each thread that calls it: the last call bound decides how many of the pool work.
+
+    Raises:
+        InputError: the pool is there already and has fewer threads.
     """
     import tvm
 
@@ -248,8 +253,23 @@ def _main(compiled: Any, threads: int) -> Any:
 
     loaded = tvm.runtime.load_module(str(compiled)) if isinstance(compiled, Path) else compiled
     machine = tvm.relax.VirtualMachine(loaded, tvm.cpu())
-    _global("runtime.config_threadpool")(1, threads)
+    _set_threads(threads)
     return machine["main"]
+
+
+def _set_threads(threads: int) -> None:
+    """Have `threads` of TVM's pool work, on any processor that this process may use.
+
+    The first call makes the pool. Left to itself, TVM makes one of half the processors and binds the calling thread to
+    the first of them, with all threads that it starts from then on.
+    """
+    allowed = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    places = [str(place) for place, _ in zip(itertools.cycle(sorted(allowed)), range(max(threads, len(allowed))))]
+    _global("runtime.config_threadpool")(_SHARED_PROCESSORS, threads, places)
+    found = _global("runtime.NumThreads")()
+    if found != threads:
+        way_out = "start a process for it, or ask for the most threads first"
+        raise InputError(f"TVM's thread pool has {found} threads, and does not grow to {threads}: {way_out}")
 
 
 def _host_compiler() -> str | None:
