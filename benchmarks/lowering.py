@@ -5,24 +5,31 @@
 float32, batch 1, random weights from one seed. Two tables: one thread in CPU time, which a busy machine disturbs least,
 and two threads in wall time. Every runtime's output is compared with torch's first. A row has the median and the
 quartiles. Below them stand ratios to the best of the others, below 1 where ours is faster: on the same graph, and for
-a converted model (`--forms`) on the original, too. Compare within a table only.
+a converted model (`--forms`) on the original, too. Compare within a table only. The one-thread table is followed by its
+roofline: what all multiply-adds of a graph's products take at the processor's peak, which is measured in turns with the
+rest (`peak.py`). Last comes how many times as fast our artifact is on two threads as on one, in turns, in wall time.
 """
 
 import argparse
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from forms import converted
-from runtimes import OURS, environment, loaders, measured
+from peak import MULTIPLY_ADDS, peak
+from runtimes import OURS, Call, Loader, environment, loaders, measured
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from attnrewrite.errors import InputError
 from attnrewrite.frontends.torchvision import import_torchvision
 
 ORIGINAL = "original"
-CLOCKS = ((1, time.process_time, "CPU time"), (2, time.perf_counter, "wall time"))
+PEAK = ("", "the peak's loop")
 Times = dict[tuple[str, str], list[float]]  # by what stands at the sites, and runtime
 
 
@@ -55,9 +62,50 @@ def compare(name: str, size: int, forms: Sequence[str], rounds: int) -> None:
     model, inputs = built(name, size)
     modules = {ORIGINAL: model} | {form: converted(model, inputs, form) for form in forms}
     found = {form: loaders(f"{name}, {form}", module, inputs) for form, module in modules.items()}
-    for threads, clock, unit in CLOCKS:
-        calls = {(form, name): load(threads) for form, each in found.items() for name, load in each.items()}
-        show(f"{name}, {size} x {size}, {threads} thread(s), {unit}", measured(calls, clock, rounds))
+
+    def calls(threads: int) -> dict[tuple[str, str], Call]:
+        return {(form, name): load(threads) for form, each in found.items() for name, load in each.items()}
+
+    with tempfile.TemporaryDirectory() as folder:
+        times = measured(calls(1) | {PEAK: peak(Path(folder))}, time.process_time, rounds)
+    show(f"{name}, {size} x {size}, 1 thread, CPU time", times)
+    roofline({form: multiply_adds(module, inputs) for form, module in modules.items()}, times)
+    show(f"{name}, {size} x {size}, 2 threads, wall time", measured(calls(2), time.perf_counter, rounds))
+    for form, each in found.items():
+        print(f"  {form}, ours on two threads over one: {gain(each[OURS], rounds):.2f} times as fast")
+
+
+def roofline(work: Mapping[str, int], times: Times) -> None:
+    """How far our times are from what the multiply-adds alone take, and what is the least that direct products can be
+    of the others' best on the original.
+    """
+    medians = {case: statistics.median(each) for case, each in times.items()}
+    best = min(each for (form, runtime), each in medians.items() if form == ORIGINAL and runtime != OURS)
+    for form, count in work.items():
+        least = medians[PEAK] * count / MULTIPLY_ADDS
+        told = f"{form}, {count / 1e9:.2f} G multiply-adds: {least:.2f} ms at the peak"
+        share = f"{least / best:.2f} of the best of the others on {ORIGINAL}"
+        print(f"  {told}, {share}; ours takes {medians[form, OURS] / least:.2f} of that")
+
+
+def multiply_adds(module: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    """Those of products and convolutions, as torch counts them."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module(*inputs)
+    return int(counter.get_total_flops()) // 2
+
+
+def gain(load: Loader, rounds: int) -> float:
+    """The wall time on one thread over that on two; each is called once before the call that is timed."""
+    times: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(rounds):
+        for threads, each in times.items():
+            call = load(threads)
+            call()
+            started = time.perf_counter()
+            call()
+            each.append(time.perf_counter() - started)
+    return statistics.median(times[1]) / statistics.median(times[2])
 
 
 def main() -> None:

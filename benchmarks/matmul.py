@@ -8,7 +8,6 @@ takes by itself is in the figures. Medians, and quartiles of the shares.
 """
 
 import argparse
-import ctypes
 import itertools
 import statistics
 import tempfile
@@ -18,48 +17,16 @@ from pathlib import Path
 
 import torch
 import tvm
+from peak import MULTIPLY_ADDS, peak
 from runtimes import environment, measured
 from torch import nn
 
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.prepare import reference, specialise
-from attnrewrite.targets.runners.programs import run
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
-from attnrewrite.targets.tvm.schedules.profile import profile
 
 WIDTHS = ((64, 64), (64, 256), (192, 576), (192, 768), (768, 192), (384, 1536), (1536, 384), (768, 3072), (3072, 768))
-MULTIPLY_ADDS = 2**27  # of one call of the loop
-COMPILING_S = 120  # seconds
-LOOP = """
-typedef float vector __attribute__((vector_size({bytes})));
-extern "C" float peak(long steps, float start) {{
-    vector sums[{sums}], factor = {{}}, other = {{}};
-    factor += 0.999f; other += start;
-    for (auto &each : sums) each = other;
-    for (long step = 0; step < steps; ++step) {{
-        _Pragma("GCC unroll {sums}")
-        for (int i = 0; i < {sums}; ++i) sums[i] = sums[i] * factor + other;
-    }}
-    float total = 0;
-    for (auto &each : sums) for (int i = 0; i < {lanes}; ++i) total += each[i];
-    return total;
-}}
-"""
-
-
-def peak(folder: Path) -> Callable[[], object]:
-    """A call that does MULTIPLY_ADDS in registers, in chains enough to hide what one takes."""
-    processor = profile("host")
-    chains = processor.registers - 4
-    source = LOOP.format(bytes=4 * processor.lanes, sums=chains, lanes=processor.lanes)
-    (folder / "peak.cpp").write_text(source)
-    flags = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
-    run([tvm_compat.host_linker(), *flags, f"{folder}/peak.cpp", "-o", f"{folder}/peak.so"], COMPILING_S)
-    loop = ctypes.CDLL(f"{folder}/peak.so").peak
-    loop.restype, loop.argtypes = ctypes.c_float, (ctypes.c_long, ctypes.c_float)
-    steps = MULTIPLY_ADDS // (chains * processor.lanes)
-    return lambda: loop(steps, 0.5)
 
 
 def product(rows: int, depth: int, columns: int) -> Callable[[], object]:
