@@ -22,9 +22,11 @@ _SMALL = 4096  # elements up to which a value may be some operand's shape
 _MOST_ELEMENTS = 1 << 33
 _FLOAT = onnx.TensorProto.FLOAT
 # The first opsets that onnx's reference evaluates; what they added are types, so that older nodes mean the same.
-_FIRST_WRITTEN = {"QuantizeLinear": 19, "DequantizeLinear": 19}
+_FIRST_WRITTEN = {"QuantizeLinear": 21, "DequantizeLinear": 21}
 # com.microsoft operators that keep their first operand's size
 _KEEPING = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasAdd", "SkipLayerNormalization"})
+# com.microsoft's spelling of the standard's operators, for types that those lacked -> the operand of the result's type
+_TYPED_BY = {"QuantizeLinear": 2, "DequantizeLinear": 1}
 PRIVATE = "attnrewrite"  # the domain of the one operator that stands for every fused attention
 
 
@@ -109,6 +111,8 @@ def advance(sizes: Sizes, node: ir.Node, opsets: Mapping[str, int]) -> None:
         return
     if node.domain == PRIVATE or node.domain == "com.microsoft":
         _foreign(sizes, node)
+        if node.op_type in _TYPED_BY:
+            _evaluate_small(sizes, node, opsets)
         return
     if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
         return
@@ -139,7 +143,7 @@ def evaluate(node: ir.Node, arrays: Sequence[np.ndarray | None], opsets: Mapping
         return [_scattered(*arrays)]  # type: ignore[arg-type]
     try:
         version = max(opsets.get(node.domain, 1), _FIRST_WRITTEN.get(node.op_type, 1))
-        run = load_op(node.domain, node.op_type, version)
+        run = load_op("" if node.op_type in _TYPED_BY else node.domain, node.op_type, version)
         attributes = {name: _plain(attribute) for name, attribute in node.attributes.items()}
         result = run.eval(*arrays, n_outputs=len(node.outputs), **attributes)
     except Exception as error:  # reference implementations raise what numpy raises
@@ -182,15 +186,18 @@ def _foreign(sizes: Sizes, node: ir.Node) -> None:
         value = node.inputs[2]
         assert value is not None
         first = (*first[:-1], sizes.size[_name(value)][-1])
-    elif node.op_type not in _KEEPING:
+    elif node.op_type not in (*_KEEPING, *_TYPED_BY):
         return
+    place_of_type = _TYPED_BY.get(node.op_type, 0)
+    typed_by = node.inputs[place_of_type] if place_of_type < len(node.inputs) else None
+    dtype = int(onnx.TensorProto.UINT8) if typed_by is None else sizes.dtype[_name(typed_by)]
     for place, output in enumerate(node.outputs):
         if not output.name:
             continue
         if node.op_type == "SkipLayerNormalization" and place in (1, 2):  # the mean and the deviation of each token
             sizes.set(output, (*first[:-1], 1), _FLOAT)
         else:
-            sizes.set(output, first, sizes.dtype[_name(node.inputs[0])])  # type: ignore[arg-type]
+            sizes.set(output, first, dtype)
 
 
 def _infer(sizes: Sizes, node: ir.Node, opsets: Mapping[str, int]) -> Iterable[tuple[Size, int] | None]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 
 STEP = 1 / 32
 _PRODUCTS = ["MatMul", "Gemm", "Conv"]
@@ -15,6 +15,7 @@ _PRODUCTS = ["MatMul", "Gemm", "Conv"]
 STATIC: dict[str, dict[str, Any]] = {
     "every operator": {},
     "every operator but Softmax, by channel": {"per_channel": True, "nodes_to_exclude": ["Softmax"]},
+    "activations of two bytes": {"activation_type": QuantType.QUInt16},
     "products alone": {"op_types_to_quantize": _PRODUCTS},
 }
 DYNAMIC: dict[str, dict[str, Any]] = {
