@@ -30,16 +30,21 @@ def scheduled(
     processor: Profile = HOST,
 ) -> tuple[list[str], Callable[[], np.ndarray]]:
     """The rules that took the values of `body`(inputs..., weights...), and a call of what was compiled."""
-    builder = relax.BlockBuilder()
-    parameters = [relax.Var(f"x{i}", relax.TensorType(x.shape, "float32")) for i, x in enumerate(inputs)]
-    with builder.function("main", parameters):
-        with builder.dataflow():
-            found = builder.emit(body(*parameters, *map(relax.const, weights or [])))
-            result = builder.emit_output(found)
-        builder.emit_func_output(result)
-    made = pipeline.schedule(builder.get(), processor)
+    made = pipeline.schedule(relax_module([x.shape for x in inputs], body, weights or []), processor)
     machine = relax.VirtualMachine(pipeline.build(made.module, processor), tvm.cpu())
     return [each.rule for each in made.decisions], lambda: machine["main"](*map(tvm.runtime.tensor, inputs)).numpy()
+
+
+def relax_module(shapes: list[Shape], body: Callable[..., object], weights: list[np.ndarray]) -> tvm.IRModule:
+    """A module whose `main` is `body`(inputs..., weights...)."""
+    builder = relax.BlockBuilder()
+    parameters = [relax.Var(f"x{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)]
+    with builder.function("main", parameters):
+        with builder.dataflow():
+            found = builder.emit(body(*parameters, *map(relax.const, weights)))
+            result = builder.emit_output(found)
+        builder.emit_func_output(result)
+    return builder.get()
 
 
 def wide(*arrays: np.ndarray) -> list[np.ndarray]:

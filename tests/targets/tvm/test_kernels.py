@@ -239,6 +239,8 @@ def test_reductions(shape: Shape, axes: set[int], kind: str, keep: bool) -> None
 @example(2, (8, 12), (10, 24), 3, 2, 1, "two", 1)
 @example(2, (4, 4), (9, 12), 5, 1, 2, "one", 2)
 @example(1, (3, 8), (5, 8), 1, 2, 0, "one", 1)
+@example(1, (3, 8), (7, 7), 1, 1, 0, "one", 1)  # 49 columns: one beside a tile
+@example(2, (4, 16), (14, 14), 3, 1, 1, "two", 1)
 def test_convolutions(
     batch: int,
     channels: tuple[int, int],

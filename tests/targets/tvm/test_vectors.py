@@ -14,7 +14,7 @@ from kernels import HOST, Shape, erf
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.attention.rule import panels_in_block
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import best_bands, packs_left, panels
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import bands_beside, best_bands, packed_bands, panels
 from attnrewrite.targets.tvm.schedules.profile import cores, profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 
@@ -108,7 +108,7 @@ def test_vectors_of_one_width_cover_a_row(lanes: int) -> None:
 )
 def test_a_left_operand_is_packed_where_that_pays(core: str, rows: int, columns: int, packs: bool) -> None:
     processor = profile(core)
-    assert packs_left(processor, rows, best_bands(processor, rows, columns)) is packs
+    assert bool(packed_bands(processor, rows, best_bands(processor, rows, columns), whole=False)) is packs
 
 
 @pytest.mark.parametrize("core", cores())
@@ -121,6 +121,26 @@ def test_bands_hold_every_column_and_whole_vectors(core: str) -> None:
         )
         assert all(band.columns >= min(columns, processor.lanes) for band in bands)
     assert len(best_bands(processor, 64, 16 * 48)) == 1
+
+
+@pytest.mark.parametrize("core", cores())
+def test_columns_summed_beside_a_tile_are_those_that_fill_no_vector(core: str) -> None:
+    processor = profile(core)
+    for columns in range(1, 300):
+        for bands in bands_beside(processor, 48, columns):
+            ends = [band.first + band.columns for band in bands]
+            assert [band.first for band in bands] == [0, *ends[:-1]]
+            assert ends[-1] == columns
+            assert [band.beside for band in bands] == [0] * (len(bands) - 1) + [columns % processor.lanes]
+
+
+@pytest.mark.parametrize("core", ["haswell", "cortex-a76"])
+@pytest.mark.parametrize(("columns", "beside"), [(49, 1), (48, 0), (55, 0)])
+def test_few_columns_left_over_are_summed_beside_a_tile(core: str, columns: int, beside: int) -> None:
+    processor = profile(core)
+    bands = best_bands(processor, 48, columns)
+    found = packed_bands(processor, 48, bands, whole=False, constant=True) or bands
+    assert found[-1].beside == beside
 
 
 @pytest.mark.parametrize("l1", [1 << 15, 1 << 16])

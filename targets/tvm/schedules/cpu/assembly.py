@@ -11,7 +11,7 @@ from attnrewrite.targets.tvm.schedules.cpu.elementwise import copying
 from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, gathered
 from attnrewrite.targets.tvm.schedules.cpu.packing import Pack, packed, rounded
 from attnrewrite.targets.tvm.schedules.cpu.product import Product
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, best_bands, packs_left, panel_shape, panels
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, best_bands, packed_bands, panel_shape, panels
 from attnrewrite.targets.tvm.schedules.expression import (
     Apply,
     Arguments,
@@ -104,8 +104,9 @@ class Assembly:
         whole = not is_gathered and not (isinstance(right, Leaf) and has_rows(right.view))
         bands = best_bands(profile, rows, columns, whole)
         first: Load | Panels
-        if (flat := rows_of.layout.reshape((*batch, rows, depth))) is not None and packs_left(profile, rows, bands):
-            bands = best_bands(profile, rows, columns, whole, packed=True)
+        flat, constant = rows_of.layout.reshape((*batch, rows, depth)), isinstance(rows_of.base, np.ndarray)
+        if flat is not None and (other := packed_bands(profile, rows, bands, whole, constant)):
+            bands = other
             turned = Leaf(replace(rows_of, layout=flat.permute((*range(len(batch)), -1, -2))))
             first = self.pack(turned, batch, rows, depth, bands[0].tile.rows, arguments, profile)
         else:

@@ -162,24 +162,27 @@ class _TokensWriter:
         _, *self.space, self.channels = kernel.image.layout.shape
 
     def write(self) -> None:
-        batch, high, wide, channels = self.kernel.out.shape
+        batch, high, wide, _ = self.kernel.out.shape
         with each((batch, high), self.kernel.out.size * math.prod(self.size)) as (image, row):
+            place = 0
+            for elements, run in groupby(range(wide), lambda column: self.inside(1, column)):
+                end = place + len(list(run))
+                full = (end - place) // PLACES
+                if full:
+                    with steps(full) as tile:
+                        self.tiles((image, row, place + tile * PLACES), PLACES, elements)
+                if place + full * PLACES < end:
+                    begin = place + full * PLACES
+                    self.tiles((image, row, begin), end - begin, elements)
+                place = end
 
-            def block(_: list[Position], channel: Position, lanes: int) -> None:
-                place = 0
-                for elements, run in groupby(range(wide), lambda column: self.inside(1, column)):
-                    end = place + len(list(run))
-                    full = (end - place) // PLACES
-                    if full:
-                        with steps(full) as tile:
-                            begin = place + tile * PLACES
-                            self.tile((image, row, begin, channel), PLACES, elements, lanes)
-                    if place + full * PLACES < end:
-                        begin = place + full * PLACES
-                        self.tile((image, row, begin, channel), end - begin, elements, lanes)
-                    place = end
+    def tiles(self, at: Sequence[Position], count: int, columns: Sequence[int]) -> None:
+        """All channels of `count` places in a row: neighbours in memory, as places often are whole pages apart."""
 
-            along((channels,), self.lanes, block, AT_ONCE)
+        def block(_: list[Position], channel: Position, lanes: int) -> None:
+            self.tile((*at, channel), count, columns, lanes)
+
+        along((self.channels,), self.lanes, block, AT_ONCE)
 
     def inside(self, axis: int, place: int) -> tuple[int, ...]:
         """The elements of the window at a place of the output, along an axis, that lie in the image."""

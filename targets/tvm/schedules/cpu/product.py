@@ -77,7 +77,8 @@ class _Writer:
         self.rows, self.columns = math.prod(self.row_shape), band.columns
         self.high = band.tile.rows
         packed = isinstance(product.right, Panels)
-        self.wide = product.right.width if isinstance(product.right, Panels) else min(band.tile.columns, self.columns)
+        wide = product.right.width if isinstance(product.right, Panels) else band.tile.columns + band.beside
+        self.wide = wide if packed else min(wide, self.columns)
         self.across = -(-self.columns // self.wide)
         self.down = -(-self.rows // self.high)
         # A panel of weights stays in the cache while all rows go by; the parts of the rows are for more threads.
@@ -107,7 +108,8 @@ class _Writer:
     ) -> None:
         """The sums of one tile of `high` rows, and what follows them."""
         row = vectors.name(tirx.min(number * self.high, self.rows - high))
-        tile = RegisterTile(high, covering(self.wide, self.profile.stored_lanes), self.profile)
+        beside = self.band.beside
+        tile = RegisterTile(high, covering(self.wide - beside, self.profile.stored_lanes), self.profile, beside)
         tile.multiply(self.product.depth, self.left(z, number, row, high), right)
 
         # One row's code in a loop: that of all rows side by side would take the compiler a long time.

@@ -3,6 +3,7 @@
 Step by step through the depth, a column of the left operand is multiplied with a row of vectors of the right one.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ LOADS_HIDDEN = 16  # of so many loads beside multiply-adds, one is reckoned to c
 LOOP = 0.5  # cycles that a step takes for the loop around it
 PACKING = 1  # cycles for a number of a left operand
 LATENCY = 8  # multiply-adds that a core has in flight: fewer sums leave it waiting
+Column = Callable[[int, int], Value]  # of multipliers: those of n rows from one on
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,16 @@ class Panels:
 
 @dataclass(frozen=True)
 class Band:
-    """Neighbouring columns of a product that tiles of one kind go over."""
+    """Neighbouring columns of a product that tiles of one kind go over.
+
+    The last `beside` of them, which would fill no vector, are summed in vectors of a packed left operand's rows, beside
+    a single tile that takes all others.
+    """
 
     first: int
     columns: int
     tile: Tile
+    beside: int = 0
 
 
 def panel_shape(outer: Sequence[int], depth: int, columns: int, width: int) -> Shape:
@@ -57,30 +64,37 @@ def panels(argument: int, outer: Sequence[int], depth: int, columns: int, width:
 
 
 class RegisterTile:
-    """Sums of `rows` x the columns of `pieces`, vectors (first column, lanes) that may share columns.
+    """Sums of `rows` x the columns of `pieces`, vectors (first column, lanes) that may share columns; and of `beside`
+    columns more, in vectors of rows.
 
     Products are of the profile's stored type. Where that is float16, so are the sums in registers, of so many products
     at a time that rounding them costs little (IN_A_ROW), and the sums of those sums are of float32.
     """
 
-    def __init__(self, rows: int, pieces: Sequence[tuple[int, int]], profile: Profile) -> None:
+    def __init__(self, rows: int, pieces: Sequence[tuple[int, int]], profile: Profile, beside: int = 0) -> None:
         self.rows, self.pieces, self.lanes, self.dtype = rows, pieces, profile.stored_lanes, profile.stored
         ends = list(itertools.accumulate(lanes for _, lanes in pieces))
         self.columns = ends[-1]  # of sums, where shared ones count twice
         self.vectors = [(end - lanes, lanes) for end, (_, lanes) in zip(ends, pieces, strict=True)]
         self.sums = scratch(rows * self.columns, self.dtype)
         self.total = self.sums
+        self.wide = sum(pieces[-1])
+        self.upright = [(at, *piece) for at in range(beside) for piece in vectors.pieces(rows, self.lanes)]
+        self.beside = scratch(rows * beside) if beside else None
 
     def value(self, row: int, begin: int, lanes: int) -> Value:
         return vectors.load(self.total, row * self.columns + begin, lanes)
 
     def spilled(self) -> Any:
         """The sums in memory: a loop over rows can read them there, where registers have no number."""
-        wide = sum(self.pieces[-1])
+        wide = self.wide + len({at for at, *_ in self.upright})
         memory = scratch(self.rows * wide)
         for row in range(self.rows):
             for (column, lanes), (begin, _) in zip(self.pieces, self.vectors, strict=True):
                 vectors.store(memory, row * wide + column, self.value(row, begin, lanes), lanes)
+        for at, row, lanes in self.upright:
+            sums = vectors.load(self.beside, at * self.rows + row, lanes)
+            vectors.store(memory, row * wide + self.wide + at, sums, lanes, wide)
         return memory
 
     def _clear(self, sums: Any) -> None:
@@ -88,14 +102,24 @@ class RegisterTile:
             for begin, lanes in self.vectors:
                 vectors.store(sums, row * self.columns + begin, vectors.splat(0.0, lanes), lanes)
 
-    def add(self, multipliers: Sequence[Value], multiplicands: Callable[[int, int], Value]) -> None:
-        """One step: `multipliers` are a number for each row, `multiplicands(begin, lanes)` a vector of the row."""
+    def add(
+        self, multipliers: Sequence[Value], multiplicands: Callable[[int, int], Value], column: "Column | None" = None
+    ) -> None:
+        """One step: `multipliers` are a number for each row, `multiplicands(begin, lanes)` a vector of the row.
+
+        `column(begin, lanes)` has the multipliers as vectors, for columns that are summed along the rows.
+        """
         loaded = [vectors.name(multiplicands(column, lanes)) for column, lanes in self.pieces]
         for row, multiplier in enumerate(multipliers):
             for (begin, lanes), vector in zip(self.vectors, loaded, strict=True):
                 product = vectors.splat(multiplier, lanes) * vector
                 at = row * self.columns + begin
                 vectors.store(self.sums, at, vectors.load(self.sums, at, lanes, dtype=self.dtype) + product, lanes)
+        for number, begin, lanes in self.upright:
+            assert column is not None
+            product = column(begin, lanes) * vectors.splat(multiplicands(self.wide + number, 1), lanes)
+            at = number * self.rows + begin
+            vectors.store(self.beside, at, vectors.load(self.beside, at, lanes) + product, lanes)
 
     def multiply(self, depth: int, left: "Multipliers", right: Callable[[Position, int, int], Value]) -> None:
         """Sum the products of all steps; `right(step, begin, lanes)` gives multiplicands."""
@@ -124,6 +148,8 @@ class RegisterTile:
     ) -> None:
         """The sums of `depth` products from the `first` on, in registers."""
         self._clear(self.sums)
+        for at, row, lanes in self.upright:
+            vectors.store(self.beside, at * self.rows + row, vectors.splat(0.0, lanes), lanes)
         turn, done = left.in_turn, depth - depth % left.in_turn
         if done:
             with steps(depth // turn) as chunk:
@@ -138,19 +164,22 @@ class RegisterTile:
         self, first: Position, count: int, left: "Multipliers", right: Callable[[Position, int, int], Value]
     ) -> None:
         for step, multipliers in enumerate(left.take(first, count)):
-            self.add(multipliers, lambda *at, step=step: right(first + step, *at))  # type: ignore[misc]
+            column = left.column and functools.partial(left.column, first + step)
+            self.add(multipliers, functools.partial(right, first + step), column)
 
 
 @dataclass(frozen=True)
 class Multipliers:
     """A number for each row in every step: `take(first, count)` gives those of so many steps, `at_once` at best.
 
-    `in_turn` steps are written out in a turn of the loop.
+    `in_turn` steps are written out in a turn of the loop. `column(step, begin, n)` gives those of n rows as a vector,
+    where they are neighbours.
     """
 
     take: Callable[[Position, int], Sequence[Sequence[Value]]]
     at_once: int
     in_turn: int
+    column: Callable[[Position, int, int], Value] | None = None
 
 
 def along_rows(rows: int, load: Callable[[int, Position, int], Value], profile: Profile, by_lane: bool) -> Multipliers:
@@ -177,7 +206,7 @@ def across_rows(
     `width`: of its panels, where a tile has fewer `rows`.
     """
 
-    def take(first: Position, count: int) -> Sequence[Sequence[Value]]:
+    def lanes(first: Position, count: int) -> Sequence[Sequence[Value]]:
         return [
             [
                 vectors.lane(vector, row) if n > 1 else vector
@@ -189,7 +218,10 @@ def across_rows(
             for step in range(count)
         ]
 
-    return Multipliers(take, 1, UNROLLED)
+    def numbers(first: Position, count: int) -> Sequence[Sequence[Value]]:
+        return [[load(first + step, row, 1) for row in range(rows)] for step in range(count)]
+
+    return Multipliers(lanes, 1, UNROLLED, load) if profile.by_lane else Multipliers(numbers, 1, 1, load)
 
 
 def best_tile(profile: Profile, rows: int, columns: int) -> Tile:
@@ -243,35 +275,59 @@ def packed_tile(profile: Profile, columns: int, *products: tuple[int, int]) -> T
     return min(profile.packed, key=cycles)
 
 
-def packs_left(profile: Profile, rows: int, bands: Sequence[Band]) -> bool:
-    """Whether a product of rows as they lie, by `bands`, is done in fewer cycles where they are packed first."""
-    if not profile.packed or rows < profile.packed[0].rows:
-        return False
+def packed_bands(
+    profile: Profile, rows: int, bands: Sequence[Band], whole: bool, constant: bool = False
+) -> tuple[Band, ...]:
+    """The columns of a product of rows as they lie, by `bands`, as they go where the rows are packed first; none where
+    that takes no fewer cycles. `constant`: they are packed already.
+    """
     *_, last = bands
-    other = best_bands(profile, rows, last.first + last.columns, whole=len(bands) == 1, packed=True)
-    return cycles(profile, rows, other, packed=True) < cycles(profile, rows, bands)
+    columns, found = last.first + last.columns, []
+    if profile.packed and rows >= profile.packed[0].rows:
+        found.append(best_bands(profile, rows, columns, whole, packed=True))
+    if constant and not whole:
+        found += bands_beside(profile, rows, columns)
+    packing = 0 if constant else PACKING * rows
+    best = min(found, key=lambda each: cycles(profile, rows, each, packed=True), default=())
+    return best if best and cycles(profile, rows, best, packed=True) + packing < cycles(profile, rows, bands) else ()
+
+
+def bands_beside(profile: Profile, rows: int, columns: int) -> list[tuple[Band, ...]]:
+    """The ways to sum the columns that full vectors leave over beside a tile, where registers have room for them."""
+    lanes, found = profile.lanes, []
+    rest = columns % lanes
+    for tile in profile.packed or profile.tiles:
+        upright, wide = -(-tile.rows // lanes), -(-tile.columns // lanes)
+        held = tile.rows * wide + wide + rest * upright + upright
+        before = columns - rest - tile.columns
+        if profile.stored != FLOAT32 or not rest or rows % tile.rows or before < 0 or held > profile.registers:
+            continue
+        first = best_bands(profile, rows, before, packed=bool(profile.packed)) if before else ()
+        if all(band.tile.rows == tile.rows for band in first):
+            found.append((*first, Band(before, tile.columns + rest, tile, rest)))
+    return found
 
 
 def cycles(profile: Profile, rows: int, bands: Sequence[Band], packed: bool = False) -> float:
-    """Cycles of a product of depth 1, with what it takes to pack its left operand where that is `packed`."""
-    products = sum(_cycles(profile, band.tile, rows, band.columns, packed) for band in bands)
-    return products + PACKING * rows if packed else products
+    """Cycles of a product of depth 1, whose left operand may be `packed`."""
+    return sum(_cycles(profile, each.tile, rows, each.columns - each.beside, packed, each.beside) for each in bands)
 
 
-def _cycles(profile: Profile, tile: Tile, rows: int, columns: int, packed: bool = False) -> float:
-    return math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns) * _step(profile, tile, packed)
+def _cycles(profile: Profile, tile: Tile, rows: int, columns: int, packed: bool = False, beside: int = 0) -> float:
+    return math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns) * _step(profile, tile, packed, beside)
 
 
-def _step(profile: Profile, tile: Tile, packed: bool) -> float:
+def _step(profile: Profile, tile: Tile, packed: bool, beside: int) -> float:
     """Cycles of a tile's step, by what limits it: multiply-adds, loads, or the time until a sum is ready for the next.
 
     Where multipliers are lanes, loads are few, and what counts is how many instructions there are. Elsewhere loads take
     their turns beside multiply-adds: of tiles that do the same, that with fewer of them is the better.
     """
-    wide = -(-tile.columns // profile.stored_lanes)
+    wide, upright = (-(-size // profile.stored_lanes) for size in (tile.columns, tile.rows))
+    sums = tile.rows * wide + beside * upright
     if profile.by_lane:
         multipliers = tile.rows / profile.stored_lanes
-        loads = wide / 2 + multipliers / (2 if packed else 1)
-        return max(tile.rows * wide + loads + LOOP, LATENCY)
-    loads = tile.rows + wide
-    return max(tile.rows * wide, loads, LATENCY) + loads / LOADS_HIDDEN
+        loads = wide / 2 + multipliers / (2 if packed else 1) + beside
+        return max(sums + loads + LOOP, LATENCY)
+    loads = tile.rows + wide + (beside + upright if beside else 0)
+    return max(sums, loads, LATENCY) + loads / LOADS_HIDDEN
