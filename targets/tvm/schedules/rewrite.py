@@ -10,6 +10,7 @@ from tvm import relax
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.record import Decision
 from attnrewrite.targets.tvm.schedules.graph import Graph, is_float, multiply_adds, shape, variables
+from attnrewrite.targets.tvm.schedules.moves_last import moves_last
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile
 from attnrewrite.targets.tvm.schedules.rule import Argument, Call, Function, Kernel, Rule, Step, Temporary
 from attnrewrite.targets.tvm.schedules.spelling import written_out
@@ -36,7 +37,7 @@ def rewrite(module: Any, rules: Sequence[Rule], profile: Profile) -> Scheduled:
     refusal = _unreadable(module)
     if refusal is not None:
         return Scheduled(module, (Decision("main", ("function",), (), FALLBACK, 0, 0.0, str(refusal)),))
-    module = written_out(module)
+    module = moves_last(written_out(module))
     graph = Graph(module)
     kernels: dict[Any, Kernel] = {}
     found: list[_Found] = []

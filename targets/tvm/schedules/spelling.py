@@ -13,7 +13,9 @@ ATTENTION = ("relax.nn.attention", "relax.nn.attention_bias")
 
 
 def written_out(module: Any) -> Any:
-    """The module with every plain `nn.attention` as products around a softmax; a causal one stays as it is."""
+    """The module with every plain `nn.attention` as products around a softmax, and every product of a value with the
+    weights turned as one of the weights with the value turned. A causal `nn.attention` stays as it is.
+    """
     writer = _Writer(module)
     main = module.get_global_var("main")
     writer.builder_.update_func(main, writer.visit_expr(module[main]))
@@ -24,10 +26,31 @@ def written_out(module: Any) -> Any:
 class _Writer(PyExprMutator):  # type: ignore[misc]
     def visit_call_(self, call: Any) -> Any:
         call = super().visit_call_(call)
-        if not isinstance(call.op, tvm.ir.Op) or call.op.name not in ATTENTION:
+        if not isinstance(call.op, tvm.ir.Op):
             return call
-        plain = call.attrs.causal_mask is None and all(map(is_float, (call, *call.args)))
-        return self.attention(call) if plain else call
+        if call.op.name in ATTENTION:
+            plain = call.attrs.causal_mask is None and all(map(is_float, (call, *call.args)))
+            return self.attention(call) if plain else call
+        return self.value_last(call) if call.op.name == "relax.matmul" else call
+
+    def value_last(self, call: Any) -> Any:
+        """value softmax^T as (softmax value^T)^T, where images have the channels of a value before its places."""
+        value, turned = call.args
+        move = self.call(turned, "relax.permute_dims")
+        last = list(range(len(shape(call))))
+        swapped = [*last[:-2], last[-1], last[-2]]
+        if move is None or [int(axis) for axis in move.attrs.axes or last[::-1]] != swapped:
+            return call
+        if self.call(move.args[0], "relax.nn.softmax") is None or len(shape(value)) != len(shape(call)):
+            return call
+        emit, op = self.builder_.emit, relax.op
+        return op.permute_dims(emit(op.matmul(move.args[0], emit(op.permute_dims(value, swapped)))), swapped)
+
+    def call(self, value: Any, name: str) -> Any:
+        """The call of an operator that gives a value, or None."""
+        found = self.builder_.lookup_binding(value) if isinstance(value, relax.Var) else None
+        named = isinstance(found, relax.Call) and isinstance(found.op, tvm.ir.Op) and found.op.name == name
+        return found if named else None
 
     def attention(self, call: Any) -> Any:
         """[batch, tokens, heads, channels], as Relax has query, key and value, with a bias on the scores or without."""
