@@ -103,7 +103,7 @@ class Fit:
                 undo.append(point.undo())
                 self._fit_point(point, following, teacher, own, weights)
         given.report(self.name, len(points), len(points))
-        kept = _back_off(given, undo, before)
+        kept = _back_off(given, points, undo, before)
         notes = tuple(_left_out(points))
         if kept == len(points):
             return notes
@@ -252,12 +252,28 @@ def _everyones(part: LeastSquares, processes: Processes, branch: Branch) -> Leas
     return together
 
 
-def _back_off(given: StageInput, undo: list[Undo], before: float) -> int:
-    """Take fits back, from the last on, until the held-out loss is no more than `before`; how many are left."""
-    kept = len(undo)
-    while kept and not distance(given).loss <= before:
-        kept -= 1
-        undo[kept]()
+def _back_off(given: StageInput, points: Sequence[Point], undo: Sequence[Undo], before: float) -> int:
+    """Take fits back, from the last on, until the held-out loss is no more than `before`; how many are left.
+
+    Ever more at a time, then by halves between: a few looks at the held-out images, however many points there are.
+    """
+    if distance(given).loss <= before:
+        return len(undo)
+    redo = [point.undo() for point in points]
+
+    def stands(count: int) -> bool:
+        """Leave so many fits, and say whether that is no worse than none."""
+        for number, (back, forth) in enumerate(zip(undo, redo, strict=True)):
+            (forth if number < count else back)()
+        return not count or distance(given).loss <= before
+
+    too_many, step = len(undo), 1
+    while not stands(kept := max(too_many - step, 0)):
+        too_many, step = kept, 2 * step
+    while too_many - kept > 1:
+        middle = (kept + too_many) // 2
+        kept, too_many = (middle, too_many) if stands(middle) else (kept, middle)
+    stands(kept)
     return kept
 
 

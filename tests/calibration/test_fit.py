@@ -10,7 +10,7 @@ from fits import KINDS, WIDTH, Attention, calibration, pictures
 from torch import Tensor, nn
 
 from attnrewrite.calibration.branches import branches
-from attnrewrite.calibration.fit import Fit, fit_points
+from attnrewrite.calibration.fit import Fit, _back_off, fit_points
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.stages import Copy, calibrate, run, split
 from attnrewrite.errors import CheckFailedError
@@ -89,6 +89,19 @@ def test_a_fit_that_makes_the_output_worse_is_taken_back() -> None:
     (note,) = Fit().run(given)
     assert note.startswith("taken back")
     assert all(torch.equal(tensor, before[name]) for name, tensor in given.student.state_dict().items())
+    assert distance(given).loss == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("good", range(4))
+def test_as_many_fits_stay_as_make_the_output_no_worse(good: int) -> None:
+    given = calibration("pre-norm", get_variant("softmax"))
+    points = fit_points(given.student)
+    undo = [point.undo() for point in points]
+    for number, point in enumerate(points):  # the first ones change nothing, each later one makes it worse
+        if number >= good:
+            assert point.branch is not None
+            point.branch.change(torch.ones(point.branch.weight.shape[1] + 1, point.branch.weight.shape[0]))
+    assert _back_off(given, points, undo, before=1e-9) == good
     assert distance(given).loss == pytest.approx(0, abs=1e-9)
 
 
