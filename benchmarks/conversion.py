@@ -24,8 +24,9 @@ from forms import named
 from torch import Tensor
 from torch.fx import GraphModule
 
-from attnrewrite.calibration.distill import Distillation, SiteDistillation
+from attnrewrite.calibration.distill import Distillation
 from attnrewrite.calibration.fit import Fit
+from attnrewrite.calibration.reconstruct import Reconstruction
 from attnrewrite.calibration.stage import Stage, StageInput
 from attnrewrite.calibration.stages import Copy, split
 from attnrewrite.conversion.convert import convert_source
@@ -51,7 +52,7 @@ CLOSED_FORM = (
     "masked:heads=1;polynomial:rank=8,degree=6;polynomial:rank=8;polynomial:rank=6;polynomial;"
     "polynomial:max_features=15,local=true;polynomial:max_features=15;relu-linear:local=true"
 )
-STAGES = ("copy", "fit", "site", "distil")
+STAGES = ("copy", "fit", "blocks", "distil")
 SCRATCH_RATE = 1e-3
 
 
@@ -208,7 +209,7 @@ def main() -> None:
     print(f"|{'-|' * (len(STAGES) + 4)}", flush=True)
     closed: tuple[Stage, ...] = (Copy(), Fit())
     stage_rows(bench, chosen.closed_form, closed, seeds)
-    stage_rows(bench, chosen.rows, (*closed, SiteDistillation(), Distillation(chosen.steps)), seeds)
+    stage_rows(bench, chosen.rows, (*closed, Reconstruction(chosen.steps), Distillation(chosen.steps)), seeds)
     if chosen.floor:
         floor_row(bench, seeds)
     for candidates in filter(None, (chosen.auto or "").split(";")):

@@ -74,10 +74,16 @@ class Branch:
 
     def rows(self, y: Tensor) -> Tensor:
         """The energy of each row of a value at `node`, in the order of `inputs`: [samples]."""
-        if self.site is not None:
-            assert isinstance(self.site.output, ProjectedWrite)
-            y = read(y, self.site.output.layout)
-        return y.movedim(self.axis, -1).square().sum(-1).flatten()
+        return self._outputs_last(y).square().sum(-1).flatten()
+
+    def spread(self, rows: Tensor, values: Values) -> Tensor:
+        """A number for each row, in the order of `inputs`, as what to multiply a value at `stream` with: zero where no
+        row reaches it.
+        """
+        ones = torch.ones_like(self._outputs_last(values[self.node]))
+        moved = self._move(rows.reshape(*ones.shape[:-1], 1) * ones, values)
+        gain = self._move(ones, values)
+        return torch.where(gain == 0, gain, moved / gain)
 
     @torch.no_grad()
     def samples(self, residual: Tensor, values: Values, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,6 +125,13 @@ class Branch:
                 self.bias.copy_(bias)
 
         return restore
+
+    def _outputs_last(self, y: Tensor) -> Tensor:
+        """A value at `node` [..., outputs], which `_move` takes."""
+        if self.site is not None:
+            assert isinstance(self.site.output, ProjectedWrite)
+            y = read(y, self.site.output.layout).squeeze(1)
+        return y.movedim(self.axis, -1)
 
     def _move(self, y: Tensor, values: Values) -> Tensor:
         if self.site is not None:

@@ -1,4 +1,4 @@
-"""The stages with gradients: each site towards the teacher's, then the whole model towards the teacher's logits."""
+"""The stage that trains the whole model towards the teacher's logits."""
 
 import math
 from collections.abc import Collection
@@ -9,41 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from attnrewrite.calibration.fit import Fit, fit_points
-from attnrewrite.calibration.stage import StageInput, distance
-from attnrewrite.calibration.train import Best, Schedule, snapshot, train
+from attnrewrite.calibration.fit import fit_points
+from attnrewrite.calibration.stage import StageInput
+from attnrewrite.calibration.train import Best, Schedule, train
 from attnrewrite.images.pool import first_tensor
-from attnrewrite.passes.verify import recorded, rewritten_sites
-
-
-@dataclass(frozen=True)
-class SiteDistillation:
-    """Each site by itself, all at once: its output for the teacher's inputs towards the teacher's output. Then the maps
-    that end the residual branches are fitted again, for what the sites became.
-
-    Where that ends worse on the held-out images than it began, nothing is changed.
-    """
-
-    steps: int = 60
-    rate: float = 2e-3
-    name: str = "site distillation"
-
-    def run(self, given: StageInput) -> tuple[str, ...]:
-        student = given.student
-        before, tensors = distance(given).loss, snapshot(student)
-        sites = rewritten_sites(student)
-
-        def losses(images: Tensor) -> dict[str, Tensor]:
-            with torch.no_grad(), recorded(given.teacher) as calls:
-                given.teacher(images)
-            return {name: relative_squared_error(site(*calls[name][0]), calls[name][1]) for name, site in sites.items()}
-
-        train(self.name, given, losses, Schedule(self.steps, self.rate))
-        notes = Fit(forms=False, name=f"{self.name}: fit").run(given)
-        if distance(given).loss <= before:
-            return notes
-        student.load_state_dict(tensors)
-        return ("taken back: the held-out images came out no better",)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -101,7 +101,7 @@ class Fit:
                 for segments in (teacher, own):
                     segments.advance(own.order[point.node])
                 undo.append(point.undo())
-                self._fit_point(point, following, teacher, own, weights)
+                self.fit_point(point, following, teacher, own, weights)
         given.report(self.name, len(points), len(points))
         kept = _back_off(given, points, undo, before)
         notes = tuple(_left_out(points))
@@ -110,9 +110,10 @@ class Fit:
         taken_back = ", ".join(point.name for point in points[kept:])
         return (*notes, f"taken back, as the fit there made the output worse: {taken_back}")
 
-    def _fit_point(
+    def fit_point(
         self, point: Point, following: Point | None, teacher: Segments, student: Segments, weights: Importance
     ) -> None:
+        """Fit one point, which both stand before and which `following` comes after."""
         name = point.node.name
         try:
             if self.forms and point.site is not None:
@@ -160,8 +161,16 @@ class Workplace:
     on_disk: bool
 
     @classmethod
-    def of(cls, what: str, given: StageInput, points: Sequence["Point"], streams: int = 2) -> "Workplace":
-        """For `what` fits `points` with so many `streams` of every image's activations.
+    def of(
+        cls,
+        what: str,
+        given: StageInput,
+        points: Sequence["Point"],
+        streams: int = 2,
+        pieces: Collection[str] | None = None,
+    ) -> "Workplace":
+        """For `what` fits `points` with so many `streams` of every image's activations, and differentiates the network
+        in `pieces` that end at the nodes of these names (at every branch's).
 
         Raises:
             InputError: memory has no room for one image, or the disk none for all of them.
@@ -173,7 +182,7 @@ class Workplace:
             fitted -= fitted % given.images.batch_size
         pool = replace(given.images, parts=(fitted,) if chosen >= LEAST_CHOOSING and fitted else ())
         ends = [point.branch for point in points if point.branch is not None]
-        blocks = Blocks(given.teacher, [branch.node.name for branch in branches(given.teacher)])
+        blocks = Blocks(given.teacher, pieces or [branch.node.name for branch in branches(given.teacher)])
         cuts = Cuts(given.student)
         widest = max((cuts.live_bytes(at) for at in cuts.between(point.node for point in points)), default=0)
         waiting = streams * count * widest // given.processes.size

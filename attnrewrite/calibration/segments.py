@@ -55,32 +55,42 @@ class Segments:
         return len(self.images)
 
     @property
-    def _mine(self) -> range:
+    def mine(self) -> range:
+        """The numbers of this process' batches."""
         return range(self.processes.rank, self.count, self.processes.size)
 
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
 
+    def weight(self, node: Node) -> Any:
+        """What a get_attr node reads."""
+        return operator.attrgetter(str(node.target))(self.module)
+
     def run(self, stop: int, needs: Collection[Node]) -> Iterator[tuple[int, Values]]:
         """For each batch of this process, its number and the values of `needs`, having run the nodes from here up to
         `stop`. Nothing is stored.
         """
-        for index in self._mine:
-            yield index, self._execute(index, stop, frozenset(needs))
+        for index in self.mine:
+            with torch.no_grad():
+                values = self.at(index, stop, frozenset(needs))
+            yield index, values
 
+    @torch.no_grad()
     def advance(self, stop: int, keep: Collection[Node] = ()) -> None:
         """Start from now on where least is live between here and `stop`; `keep` are values that are asked for yet."""
         stop = self.cuts.least(self.position, stop)
         if stop <= self.position:
             return
-        for index in self._mine:
-            values = self._execute(index, stop, frozenset(keep))
+        for index in self.mine:
+            values = self.at(index, stop, frozenset(keep))
             wanted = {n: v for n, v in values.items() if self.cuts.last_use[n] >= stop or n in keep}
             self._keep(index, wanted)
         self.position = stop
 
-    @torch.no_grad()
-    def _execute(self, index: int, stop: int, needs: frozenset[Node]) -> Values:
+    def at(self, index: int, stop: int, needs: frozenset[Node]) -> Values:
+        """The values of `needs` and what is live at `stop` for one batch, from here on; they have gradients by the
+        module's parameters where those are on. Nothing is stored.
+        """
         interpreter = Interpreter(self.module, garbage_collect_values=False)
         interpreter.env = values = self._kept(index)
         for at in range(self.position, stop):
@@ -106,7 +116,7 @@ class Segments:
         self._rest[index] = rest
 
     def _kept(self, index: int) -> Values:
-        values: Values = {n: operator.attrgetter(str(n.target))(self.module) for n in self.nodes if n.op == "get_attr"}
+        values: Values = {node: self.weight(node) for node in self.nodes if node.op == "get_attr"}
         if index not in self._rest:  # before the first piece: the pictures are read, not stored
             given = (tensor.to(self.processes.device) for tensor in self.images.batch(index))
             return values | dict(zip(self._places, given, strict=True))

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from attnrewrite.calibration.distill import Distillation, SiteDistillation
+from attnrewrite.calibration.distill import Distillation
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.processes import placed
+from attnrewrite.calibration.reconstruct import Reconstruction
 from attnrewrite.calibration.stage import Stage, StageInput, StageReport, distance, stage_report
 from attnrewrite.calibration.store import counted
 from attnrewrite.errors import CheckFailedError
@@ -35,16 +36,16 @@ class Copy:
 def calibrate(given: StageInput, steps: int = 0) -> list[StageReport]:
     """Calibrate the student in place on unlabelled images; what each stage did.
 
-    Copy and Fit always run; with `steps` of distillation, the sites are distilled first. Deterministic for a seed.
-    Interrupted and called again with the same arguments, it goes on from what lies in the state folder. Several
-    processes share the work; all end with the same student.
+    Copy and Fit always run; with `steps`, blocks are reconstructed and the whole is distilled, in so many each.
+    Deterministic for a seed. Interrupted and called again with the same arguments, it goes on from what lies in the
+    state folder. Several processes share the work; all end with the same student.
 
     Raises:
         CheckFailedError: a fit or a loss is not finite; the message names the site.
     """
     stages: tuple[Stage, ...] = (Copy(), Fit())
     if steps:
-        stages += (SiteDistillation(), Distillation(steps))
+        stages += (Reconstruction(steps), Distillation(steps))
     with placed(given.processes.device, given.original, given.teacher, given.student):
         return run(given, stages)
 

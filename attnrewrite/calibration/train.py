@@ -12,7 +12,7 @@ from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.resume import resume_key
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.images.augment import mixed, moved
+from attnrewrite.images.augment import moved
 from attnrewrite.passes.verify import rewritten_sites
 
 WARM_UP = 0.1  # the share of the steps in which the learning rate rises
@@ -97,16 +97,12 @@ def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, best
     for step in range(begin, schedule.steps):
         if not goes_on:
             break
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate_at(step)
         with given.processes.autocast():
             found = losses(given.processes.part(draw(given, step)).to(given.processes.device))
-        _check_finite(name, found, rewritten_sites(student))
+        check_losses(name, found, rewritten_sites(student))
         optimizer.zero_grad()
         torch.stack(list(found.values())).sum().backward()
-        _average_gradients(parameters, given.processes)
-        nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
-        optimizer.step()
+        descend(optimizer, schedule.rate_at(step), given.processes)
         done = step + 1
         goes_on = best is None or best.goes_on(done, done == schedule.steps)
         given.report(name, done, schedule.steps)
@@ -114,6 +110,16 @@ def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, best
             state = {part: holder.state_dict() for part, holder in parts.items()}
             if given.processes.rank == 0:
                 given.state.save(name, key, {"step": done, "goes_on": goes_on, **state})
+
+
+def descend(optimizer: torch.optim.Optimizer, rate: float, processes: Processes) -> None:
+    """A step of `rate` down the mean of every process' gradients, which count as LARGEST_GRADIENT where longer."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _average_gradients(parameters, processes)
+    nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
 
 
 def _resume(name: str, given: StageInput, key: str, parts: Mapping[str, Any]) -> tuple[int, bool]:
@@ -144,14 +150,15 @@ def snapshot(student: nn.Module) -> dict[str, Tensor]:
 
 
 def draw(given: StageInput, step: int) -> Tensor:
-    """The images of a step, mirrored, moved and mixed in pairs: the teacher answers for whatever it is shown."""
+    """The images of a step, mirrored and moved: the teacher answers for whatever it is shown."""
     generator = torch.Generator().manual_seed(given.execution.seed * 1_000_003 + step)
     pool = given.images
     (images,) = pool.draw(torch.randint(len(pool.images), (pool.batch_size,), generator=generator))
-    return mixed(moved(images, generator), generator)
+    return moved(images, generator)
 
 
-def _check_finite(name: str, losses: Mapping[str, Tensor], sites: Collection[str]) -> None:
+def check_losses(name: str, losses: Mapping[str, Tensor], sites: Collection[str]) -> None:
+    """Raise CheckFailedError where one of the losses is not finite, for the site of that name, if it is one's."""
     for what, loss in losses.items():
         if not bool(torch.isfinite(loss)):
             told = f"{name}: the loss at {what} is NaN or infinite; use fewer steps or other images"

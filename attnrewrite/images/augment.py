@@ -1,4 +1,4 @@
-"""Images moved and mixed at random: what a student is shown beside the calibration images themselves."""
+"""Images moved at random: what a student is shown beside the calibration images themselves."""
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,3 @@ def moved(images: Tensor, generator: torch.Generator) -> Tensor:
     rows, columns = (torch.randint(2 * r + 1, (len(images),), generator=generator).tolist() for r in reach)
     height, width = images.shape[2:]
     return torch.stack([p[:, i : i + height, j : j + width] for p, i, j in zip(padded, rows, columns, strict=True)])
-
-
-def mixed(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Half of them blended with another image of the batch, in a share drawn evenly (mixup, Zhang et al. 2018).
-
-    images and result: [B, C, H, W].
-    """
-    share = torch.rand(len(images), generator=generator)
-    share = torch.where(torch.rand(len(images), generator=generator) < 0.5, share, torch.ones(())).reshape(-1, 1, 1, 1)
-    return share * images + (1 - share) * images[torch.randperm(len(images), generator=generator)]
