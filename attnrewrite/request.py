@@ -108,8 +108,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What to repair the accuracy with, and how far: `samples` of the `images`, and `steps` of distillation after the
-    closed-form fit. Without images, weights are copied and nothing is repaired.
+    """What to repair the accuracy with, and how far: `samples` of the `images`, and `steps` of gradient descent after
+    the closed-form fit. Without images, weights are copied and nothing is repaired.
 
     `images` is whatever `load_images` takes: a folder, an .npz, an iterable of tensors. Labels are not fitted to.
     """
@@ -122,7 +122,7 @@ class Calibration:
         metavar="DATA",
     )
     samples: int = option(1000, "How many of those images to use.", min=1)
-    steps: int = option(0, "Steps of distillation after the closed-form fit.", min=0)
+    steps: int = option(0, "Gradient steps after the closed-form fit: for every two blocks, then for the whole model.", min=0)
     skip_bad: bool = option(False, "Leave out damaged image files, and name them.", flag="--skip-bad")
 
     def __post_init__(self) -> None:
