@@ -122,7 +122,7 @@ class Calibration:
         metavar="DATA",
     )
     samples: int = option(1000, "How many of those images to use.", min=1)
-    steps: int = option(0, "Gradient steps after the closed-form fit: for every two blocks, then for the whole model.", min=0)
+    steps: int = option(0, "Gradient steps after the closed-form fit: for each two blocks, then for all.", min=0)
     skip_bad: bool = option(False, "Leave out damaged image files, and name them.", flag="--skip-bad")
 
     def __post_init__(self) -> None:
