@@ -1,6 +1,5 @@
 """The stage that trains the whole model towards the teacher's logits."""
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration.fit import fit_points
 from attnrewrite.calibration.stage import StageInput
-from attnrewrite.calibration.train import Best, Schedule, train
+from attnrewrite.calibration.train import Schedule, train
 from attnrewrite.images.pool import first_tensor
 
 
@@ -20,15 +19,14 @@ class Distillation:
     """The whole student towards the teacher: Kullback-Leibler divergence of the logits (squared error, where the output
     is no logits), and squared error of the residual stream after every fitted point.
 
-    The student that was best on the held-out images is kept, the one it started from included; without a better one
-    in a share `patience` of the steps, looked for every `every` steps, it stops early.
+    The student that was best on the held-out images is kept, the one it started from included; it looks every `every`
+    steps, and to the end: while the rate is high the student may well be worse than it was.
     """
 
     steps: int
     rate: float = 3e-4
     features: float = 1.0
     every: int = 20
-    patience: float = 0.5
     name: str = "distillation"
 
     def run(self, given: StageInput) -> tuple[str, ...]:
@@ -46,8 +44,7 @@ class Distillation:
             }
             return {**shares, "the output": output_loss(first_tensor(found), first_tensor(wanted))}
 
-        best = Best(given, self.every, math.ceil(self.patience * self.steps / self.every))
-        train(self.name, given, losses, Schedule(self.steps, self.rate), best)
+        best = train(self.name, given, losses, Schedule(self.steps, self.rate), self.every)
         student.load_state_dict(best.tensors)
         return (f"best after {best.step} of {self.steps} steps",)
 

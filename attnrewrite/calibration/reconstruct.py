@@ -12,10 +12,9 @@ from torch.fx import Node
 from attnrewrite.calibration.branches import Branch, branches
 from attnrewrite.calibration.fit import Fit, Point, Workplace, fit_points
 from attnrewrite.calibration.importance import Importance
-from attnrewrite.calibration.resume import resume_key
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput, distance
-from attnrewrite.calibration.train import Schedule, check_losses, descend, snapshot
+from attnrewrite.calibration.train import Schedule, check_losses, checkpoint, descend, snapshot, training_key
 from attnrewrite.passes.verify import rewritten_sites
 
 
@@ -53,19 +52,12 @@ class Reconstruction:
         windows = _windows(given, points, self.blocks)
         ends = [branch.node.name for window in windows for branch in list(window.ends.values())[-1:]]
         work = Workplace.of(self.name, given, points, pieces=ends)
-        key = resume_key(
-            student.state_dict().values(),
-            self,
-            given.execution.seed,
-            given.processes.size,
-            given.images.digest,
-            given.held_out.digest,
-            given.images.batch_size,
-        )
-        begin = self._resumed(given, key)
+        key = training_key(given, self)
+        found = checkpoint(given, self.name, key) or {"windows": 0, "student": tensors}
+        student.load_state_dict(found["student"])
         fit = Fit(forms=False, name=self.name)
         with work.opened() as (teacher, own, weights):
-            for number, window in list(enumerate(windows))[begin:]:
+            for number, window in list(enumerate(windows))[found["windows"] :]:
                 for segments in (teacher, own):
                     segments.advance(own.order[window.points[0].node])
                 progress = number * self.steps, len(windows) * self.steps
@@ -82,15 +74,6 @@ class Reconstruction:
             return ()
         student.load_state_dict(tensors)
         return ("taken back: the held-out images came out no better",)
-
-    def _resumed(self, given: StageInput, key: str) -> int:
-        """Take up the checkpoint of this very training, where there is one: how many windows are done."""
-        processes = given.processes
-        found = processes.from_owner(given.state.load(self.name, key) if processes.rank == 0 else None, 0)
-        if found is None:
-            return 0
-        given.student.load_state_dict(found["student"])
-        return int(found["windows"])
 
     def _train(self, given: StageInput, own: Segments, target: "_Target", done: int, total: int) -> None:
         """Train the window of `target`, which the student stands before, after `done` of `total` steps."""

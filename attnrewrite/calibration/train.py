@@ -40,38 +40,29 @@ Losses = Callable[[Tensor], Mapping[str, Tensor]]  # a batch of inputs -> losses
 
 
 class Best:
-    """The tensors of the lowest held-out loss so far, the ones it started from included.
+    """The tensors of the lowest held-out loss so far, the ones it started from included."""
 
-    It looks every `every` steps; `waited` counts how often in a row there was none better, and `patience` is how often
-    there may be.
-    """
-
-    def __init__(self, given: StageInput, every: int, patience: int) -> None:
-        self.given, self.every, self.patience = given, every, patience
-        self.loss, self.step, self.waited = distance(given).loss, 0, 0
+    def __init__(self, given: StageInput) -> None:
+        self.given, self.step = given, 0
+        self.loss = distance(given).loss
         self.tensors = snapshot(given.student)
 
-    def goes_on(self, step: int, last: bool) -> bool:
-        """Look, where it is time to after `step` steps; whether to train on."""
-        if step % self.every and not last:
-            return True
-        self.waited += 1
+    def look(self, step: int) -> None:
+        """Measure the student as it is after `step` steps."""
         loss = distance(self.given).loss
         if loss < self.loss:
-            self.loss, self.step, self.waited = loss, step, 0
+            self.loss, self.step = loss, step
             self.tensors = snapshot(self.given.student)
-        return self.waited <= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loss": self.loss, "step": self.step, "waited": self.waited, "tensors": self.tensors}
+        return {"loss": self.loss, "step": self.step, "tensors": self.tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loss, self.step, self.waited = state["loss"], state["step"], state["waited"]
-        self.tensors = state["tensors"]
+        self.loss, self.step, self.tensors = state["loss"], state["step"], state["tensors"]
 
 
-def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, best: Best | None = None) -> None:
-    """Minimise the sum of `losses` over the calibration images; with `best`, until that has waited enough.
+def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, every: int) -> Best:
+    """Minimise the sum of `losses` over the calibration images; what was best, looked for every `every` steps.
 
     `losses` gets this process' share of each batch; gradients are averaged. Every step draws its images from the seed
     and its own number alone, so that a run goes on from a checkpoint as if it had never stopped.
@@ -79,37 +70,30 @@ def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, best
     Raises:
         CheckFailedError: a loss is not finite: the message names which.
     """
-    student = given.student
+    student, best = given.student, Best(given)
     parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=schedule.rate)
-    parts: dict[str, Any] = {"student": student, "optimizer": optimizer} | ({"best": best} if best else {})
-    key = resume_key(
-        student.state_dict().values(),
-        name,
-        schedule,
-        given.execution.seed,
-        given.processes.size,
-        given.images.digest,
-        given.held_out.digest,
-        given.images.batch_size,
-    )
-    begin, goes_on = _resume(name, given, key, parts)
-    for step in range(begin, schedule.steps):
-        if not goes_on:
-            break
+    parts: dict[str, Any] = {"student": student, "optimizer": optimizer, "best": best}
+    key = training_key(given, name, schedule)
+    found = checkpoint(given, name, key) or {"step": 0}
+    for part in parts.keys() & found.keys():
+        parts[part].load_state_dict(found[part])
+    for step in range(found["step"], schedule.steps):
         with given.processes.autocast():
-            found = losses(given.processes.part(draw(given, step)).to(given.processes.device))
-        check_losses(name, found, rewritten_sites(student))
+            shares = losses(given.processes.part(draw(given, step)).to(given.processes.device))
+        check_losses(name, shares, rewritten_sites(student))
         optimizer.zero_grad()
-        torch.stack(list(found.values())).sum().backward()
+        torch.stack(list(shares.values())).sum().backward()
         descend(optimizer, schedule.rate_at(step), given.processes)
         done = step + 1
-        goes_on = best is None or best.goes_on(done, done == schedule.steps)
+        if done % every == 0 or done == schedule.steps:
+            best.look(done)
         given.report(name, done, schedule.steps)
-        if done % SAVE_EVERY == 0 or done == schedule.steps or not goes_on:
+        if done % SAVE_EVERY == 0 or done == schedule.steps:
             state = {part: holder.state_dict() for part, holder in parts.items()}
             if given.processes.rank == 0:
-                given.state.save(name, key, {"step": done, "goes_on": goes_on, **state})
+                given.state.save(name, key, {"step": done, **state})
+    return best
 
 
 def descend(optimizer: torch.optim.Optimizer, rate: float, processes: Processes) -> None:
@@ -122,15 +106,17 @@ def descend(optimizer: torch.optim.Optimizer, rate: float, processes: Processes)
     optimizer.step()
 
 
-def _resume(name: str, given: StageInput, key: str, parts: Mapping[str, Any]) -> tuple[int, bool]:
-    """Take up the checkpoint of this very training, where there is one: the steps done, and whether to go on."""
+def training_key(given: StageInput, *options: object) -> str:
+    """What a checkpoint has to have started from to be taken up: the student as it is, the images and the options."""
+    how = (given.execution.seed, given.processes.size, given.images.batch_size)
+    images = (given.images.digest, given.held_out.digest)
+    return resume_key(given.student.state_dict().values(), *options, *how, *images)
+
+
+def checkpoint(given: StageInput, name: str, key: str) -> dict[str, Any] | None:
+    """What the first process has kept of this very training, if anything."""
     processes = given.processes
-    found = processes.from_owner(given.state.load(name, key) if processes.rank == 0 else None, 0)
-    if found is None:
-        return 0, True
-    for part, holder in parts.items():
-        holder.load_state_dict(found[part])
-    return found["step"], found["goes_on"]
+    return processes.from_owner(given.state.load(name, key) if processes.rank == 0 else None, 0)
 
 
 def _average_gradients(parameters: Sequence[nn.Parameter], processes: Processes) -> None:

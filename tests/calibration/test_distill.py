@@ -62,14 +62,6 @@ def test_a_stage_never_ends_worse_than_it_began(stage: Reconstruction | Distilla
     assert same(tensors(given), before)
 
 
-def test_distillation_stops_when_it_has_waited_enough() -> None:
-    done: list[int] = []
-    given = calibration("pre-norm", get_variant("softmax"))
-    given = replace(given, execution=Execution(progress=lambda what, step, total: done.append(step)))
-    Distillation(steps=50, rate=1.0, every=2, patience=0.12).run(given)
-    assert done[-1] == 8
-
-
 @pytest.mark.parametrize("stage", [Reconstruction(steps=1), Distillation(steps=1)])
 def test_a_loss_that_is_not_finite_names_where(stage: Reconstruction | Distillation) -> None:
     given = calibration("pre-norm", get_variant("l1"))
