@@ -55,50 +55,65 @@ class Reconstruction:
         key = training_key(given, self)
         found = checkpoint(given, self.name, key) or {"windows": 0, "student": tensors}
         student.load_state_dict(found["student"])
-        fit = Fit(forms=False, name=self.name)
+        fit, notes = Fit(forms=False, name=self.name), []
+        followed = dict(zip((point.name for point in points), points[1:], strict=False))
         with work.opened() as (teacher, own, weights):
             for number, window in list(enumerate(windows))[found["windows"] :]:
                 for segments in (teacher, own):
                     segments.advance(own.order[window.points[0].node])
                 progress = number * self.steps, len(windows) * self.steps
-                self._train(given, own, _Target(window, teacher, weights), *progress)
-                following = windows[number + 1].points[:1] if number + 1 < len(windows) else (None,)
-                for point, after in pairwise((*window.points, *following)):
-                    assert point is not None
+                if not self._train(given, own, _Target(window, teacher, weights), *progress):
+                    notes.append(
+                        f"not trained, as that made it worse: {', '.join(point.name for point in window.points)}"
+                    )
+                for point in window.points:
                     for segments in (teacher, own):
                         segments.advance(own.order[point.node])
-                    fit.fit_point(point, after, teacher, own, weights)
+                    fit.fit_point(point, followed.get(point.name), teacher, own, weights)
                 if given.processes.rank == 0:
                     given.state.save(self.name, key, {"windows": number + 1, "student": student.state_dict()})
         if distance(given).loss <= before:
-            return ()
+            return tuple(notes)
         student.load_state_dict(tensors)
         return ("taken back: the held-out images came out no better",)
 
-    def _train(self, given: StageInput, own: Segments, target: "_Target", done: int, total: int) -> None:
-        """Train the window of `target`, which the student stands before, after `done` of `total` steps."""
-        window = target.window
-        parameters = _held_alone(own, window.stop)
-        if not parameters or not window.ends:
-            return
-        nodes = {name: own.node(branch.stream.name) for name, branch in window.ends.items()}
+    def _train(self, given: StageInput, own: Segments, target: "_Target", done: int, total: int) -> bool:
+        """Train the window of `target`, which the student stands before, after `done` of `total` steps; whether that
+        brought it closer. Where it did not, it is left as it was.
+        """
+        parameters = _held_alone(own, target.window.stop)
+        if not parameters or not target.window.ends:
+            return True
         energies = target.energies(given)
+        before = self._gap(given, own, target, energies)
+        check_losses(self.name, before, rewritten_sites(given.student))
+        untrained = [parameter.detach().clone() for parameter in parameters]
         optimizer, schedule = torch.optim.Adam(parameters, lr=self.rate), Schedule(self.steps, self.rate)
         for step, chunk in enumerate(_drawn(own, given, self.steps, done)):
             optimizer.zero_grad()
             for batch in chunk:
-                wanted = target.of(batch)
                 with given.processes.autocast():
-                    values = own.at(batch, window.stop, frozenset(nodes.values()))
-                losses = {
-                    name: ((values[nodes[name]] - stream).square() * weight).sum() / energies[name]
-                    for name, (stream, weight) in wanted.items()
-                }
-                check_losses(self.name, losses, rewritten_sites(given.student))
+                    losses = target.losses(own, batch, energies)
                 torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
             descend(optimizer, schedule.rate_at(step), given.processes)
             given.report(self.name, done + step + 1, total)
         given.student.zero_grad()
+        closer = bool(sum(self._gap(given, own, target, energies).values()) < sum(before.values()))
+        if not closer:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, untrained, strict=True):
+                    parameter.copy_(value)
+        return closer
+
+    @staticmethod
+    @torch.no_grad()
+    def _gap(given: StageInput, own: Segments, target: "_Target", energies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The losses of all images together."""
+        sums = torch.zeros(len(energies), device=given.processes.device)
+        for batch in own.mine:
+            sums += torch.stack(list(target.losses(own, batch, energies).values()))
+        given.processes.add_up(sums)
+        return dict(zip(energies, sums, strict=True))
 
 
 @dataclass(frozen=True)
@@ -118,6 +133,16 @@ class _Target:
         return {
             name: (values[branch.stream], branch.spread(self.weights.of(branch.node.name, batch), values))
             for name, branch in ends.items()
+        }
+
+    def losses(self, student: Segments, batch: int, energies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """For each branch the weighed squared error of the stream that `student` has there, of the energy."""
+        wanted = self.of(batch)
+        nodes = {name: student.node(branch.stream.name) for name, branch in self.window.ends.items()}
+        values = student.at(batch, self.window.stop, frozenset(nodes.values()))
+        return {
+            name: ((values[nodes[name]] - stream).square() * weight).sum() / energies[name]
+            for name, (stream, weight) in wanted.items()
         }
 
     def energies(self, given: StageInput) -> dict[str, Tensor]:

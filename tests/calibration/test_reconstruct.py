@@ -108,3 +108,12 @@ def test_progress_counts_the_steps_of_every_window() -> None:
     execution = Execution(progress=lambda what, done, total: seen.append((what, done, total)))
     Reconstruction(steps=3, blocks=1).run(replace(given, execution=execution))
     assert seen == [("reconstruction", step, 6) for step in range(1, 7)]
+
+
+def test_a_window_that_training_makes_worse_is_left_and_named() -> None:
+    given = calibration("pre-norm", get_variant("l1"))
+    weight = rewritten_sites(given.student)["site1"].query.weight
+    before = weight.detach().clone()
+    (note,) = Reconstruction(steps=2, rate=float("inf")).run(given)
+    assert note.startswith("not trained, as that made it worse: site0, ")
+    assert torch.equal(weight, before)
