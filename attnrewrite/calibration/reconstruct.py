@@ -146,11 +146,11 @@ class _Target:
         }
 
     def energies(self, given: StageInput) -> dict[str, Tensor]:
-        """For each branch the weighed energy of its stream about the mean, of a batch and as many as there are."""
+        """For each branch the weighed energy of its stream, of a batch and of as many branches as there are."""
         sums = torch.zeros(len(self.window.ends), device=given.processes.device)
         for batch in self.teacher.mine:
             streams = self.of(batch).values()
-            sums += torch.stack([((s - s.mean(0)).square() * weight).sum().float() for s, weight in streams])
+            sums += torch.stack([(stream.square() * weight).sum().float() for stream, weight in streams])
         given.processes.add_up(sums)
         batches = math.ceil(len(given.images.images) / given.images.batch_size)
         sums = (sums * (len(sums) / batches)).clamp(min=torch.finfo(sums.dtype).tiny)
