@@ -33,6 +33,7 @@ class Distillation:
         student = given.student
         streams = {point.stream.name: point.name for point in fit_points(student)}
         teacher, own = with_values(given.teacher, streams), with_values(student, streams)
+        energy = variance(given.wanted)
 
         def losses(images: Tensor) -> dict[str, Tensor]:
             with torch.no_grad():
@@ -42,7 +43,7 @@ class Distillation:
             shares = {
                 name: loss * (self.features / len(streams)) for name, loss in zip(streams.values(), near, strict=True)
             }
-            return {**shares, "the output": output_loss(first_tensor(found), first_tensor(wanted))}
+            return {**shares, "the output": output_loss(first_tensor(found), first_tensor(wanted), energy)}
 
         best = train(self.name, given, losses, Schedule(self.steps, self.rate), self.every)
         student.load_state_dict(best.tensors)
@@ -60,15 +61,21 @@ def with_values(module: GraphModule, names: Collection[str]) -> GraphModule:
 
 
 def relative_squared_error(found: Tensor, wanted: Tensor) -> Tensor:
-    """|found - wanted|^2 / |wanted - mean(wanted)|^2."""
-    energy = (wanted - wanted.mean()).square().mean().clamp(min=torch.finfo(wanted.dtype).tiny)
-    return (found - wanted).square().mean() / energy
+    """|found - wanted|^2 / |wanted|^2 of each image's values, their mean over the images (the first axis)."""
+    found, wanted = found.flatten(1), wanted.flatten(1)
+    energy = wanted.square().sum(1).clamp(min=torch.finfo(wanted.dtype).tiny)
+    return ((found - wanted).square().sum(1) / energy).mean()
 
 
-def output_loss(found: Tensor, wanted: Tensor) -> Tensor:
+def output_loss(found: Tensor, wanted: Tensor, energy: float) -> Tensor:
     """KL(wanted || found) of logits [images, classes] in nats an image (Hinton et al. 2015, at temperature 1); the
-    relative squared error of any other output.
+    squared error of any other output's values over their `energy`.
     """
     if wanted.dim() != 2 or wanted.shape[1] < 2:
-        return relative_squared_error(found, wanted)
+        return (found - wanted).square().mean() / energy
     return F.kl_div(found.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)
+
+
+def variance(values: Tensor) -> float:
+    """The mean squared distance of `values` from their mean; never zero."""
+    return float(values.float().var(correction=0).clamp(min=torch.finfo(torch.float32).tiny))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.resume import resume_key
+from attnrewrite.calibration.room import sized
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.augment import moved
@@ -36,7 +38,8 @@ class Schedule:
         return self.rate * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
 
 
-Losses = Callable[[Tensor], Mapping[str, Tensor]]  # a batch of inputs -> losses to add up, by what they are of
+# a batch of inputs -> losses to add up, by what they are of: each the mean of what it is of every image
+Losses = Callable[[Tensor], Mapping[str, Tensor]]
 
 
 class Best:
@@ -64,11 +67,13 @@ class Best:
 def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, every: int) -> Best:
     """Minimise the sum of `losses` over the calibration images; what was best, looked for every `every` steps.
 
-    `losses` gets this process' share of each batch; gradients are averaged. Every step draws its images from the seed
-    and its own number alone, so that a run goes on from a checkpoint as if it had never stopped.
+    `losses` gets this process' share of each batch, as many images at a time as memory has room for; gradients are
+    averaged. Every step draws its images from the seed and its own number alone, so that a run goes on from a
+    checkpoint as if it had never stopped.
 
     Raises:
         CheckFailedError: a loss is not finite: the message names which.
+        InputError: memory has no room for one image.
     """
     student, best = given.student, Best(given)
     parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
@@ -78,12 +83,12 @@ def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, ever
     found = checkpoint(given, name, key) or {"step": 0}
     for part in parts.keys() & found.keys():
         parts[part].load_state_dict(found[part])
+    at_once = _room_for_steps(name, given, losses, parameters)
     for step in range(found["step"], schedule.steps):
-        with given.processes.autocast():
-            shares = losses(given.processes.part(draw(given, step)).to(given.processes.device))
-        check_losses(name, shares, rewritten_sites(student))
         optimizer.zero_grad()
-        torch.stack(list(shares.values())).sum().backward()
+        share = given.processes.part(draw(given, step))
+        for images in share.split(at_once):
+            _backward(name, given, losses, images, len(images) / max(1, len(share)))
         descend(optimizer, schedule.rate_at(step), given.processes)
         done = step + 1
         if done % every == 0 or done == schedule.steps:
@@ -94,6 +99,23 @@ def train(name: str, given: StageInput, losses: Losses, schedule: Schedule, ever
             if given.processes.rank == 0:
                 given.state.save(name, key, {"step": done, **state})
     return best
+
+
+def _room_for_steps(name: str, given: StageInput, losses: Losses, parameters: Sequence[nn.Parameter]) -> int:
+    """How many images there is room for at once beside the gradients, which are made here, and Adam's two moments."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    moments = 2 * sum(parameter.nbytes for parameter in parameters)
+    one = partial(_backward, name, given, losses, share=1.0)
+    return sized(given.images, name, one, given.execution, given.processes.device, moments).batch_size
+
+
+def _backward(name: str, given: StageInput, losses: Losses, images: Tensor, share: float) -> None:
+    """Add the gradients of the losses of `images`, which are so large a `share` of their batch."""
+    with given.processes.autocast():
+        found = losses(images.to(given.processes.device))
+    check_losses(name, found, rewritten_sites(given.student))
+    (torch.stack(list(found.values())).sum() * share).backward()  # type: ignore[no-untyped-call]
 
 
 def descend(optimizer: torch.optim.Optimizer, rate: float, processes: Processes) -> None:

@@ -22,7 +22,7 @@ from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.train import Schedule, draw
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.augment import moved
-from attnrewrite.images.pool import first_tensor
+from attnrewrite.images.pool import Pool, first_tensor
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.request import Execution
 from attnrewrite.variants.registry import get_variant
@@ -69,6 +69,25 @@ def test_a_loss_that_is_not_finite_names_where(stage: Reconstruction | Distillat
         rewritten_sites(given.student)["site1"].value.weight.fill_(float("nan"))
     with pytest.raises(CheckFailedError, match=f"{stage.name}: the loss at site1 "):
         stage.run(given)
+
+
+@pytest.mark.parametrize("stage", [Reconstruction(steps=6, blocks=1), Distillation(steps=6)])
+def test_the_result_is_the_same_whatever_memory_has_room_for(
+    stage: Reconstruction | Distillation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for size in (16, 1):
+
+        def fewer(pool: Pool, *_: object, size: int = size) -> Pool:
+            return replace(pool, batch_size=size)
+
+        monkeypatch.setattr("attnrewrite.calibration.fit.sized", fewer)
+        monkeypatch.setattr("attnrewrite.calibration.train.sized", fewer)
+        given = calibration("windows", get_variant("l1"))
+        stage.run(given)
+        found.append(tensors(given))
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-3, atol=1e-3)
 
 
 def test_the_values_beside_the_output_are_the_graphs_own() -> None:
