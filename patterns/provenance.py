@@ -175,27 +175,27 @@ class Tracer:
 def push(graph: GraphView, source: str, path: tuple[str, ...]) -> np.ndarray:
     """The numbered elements of `source` after the movements, casts and position-keeping maps of `path`, in order."""
     shape = graph.shape(source)
-    index = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    # Counted from 1 on the way, as movement fills up with zeros.
+    index = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
     known = {source: index}
     for value in path:
         operation = graph.operation(value)
         if operation.kind == "move":
-            arrays = [_carried(graph, known, operand) + 1 for operand in operation.inputs]
-            index = graph.move(value, arrays) - 1
-        else:
+            index = graph.move(value, [_carried(graph, known, operand) for operand in operation.inputs])
+        elif index.shape != graph.shape(value):
             index = np.broadcast_to(index, graph.shape(value))
         known[value] = index
-    return index
+    return index - 1
 
 
 def _carried(graph: GraphView, known: dict[str, np.ndarray], value: str) -> np.ndarray:
-    """The numbers that a value carries, directly or through data movement of what is known; FILL where it has none."""
+    """The numbers that a value carries, directly or through data movement of what is known; 0 where it has none."""
     if value in known:
         return known[value]
     operation = graph.operation(value)
     if operation.kind == "move" and not graph.is_constant(value):
-        return graph.move(value, [_carried(graph, known, operand) + 1 for operand in operation.inputs]) - 1
-    return np.full(graph.shape(value), FILL, np.int64)
+        return graph.move(value, [_carried(graph, known, operand) for operand in operation.inputs])
+    return np.zeros(graph.shape(value), np.int64)
 
 
 def layout_of(position: np.ndarray, shape: tuple[int, ...], batch_axes: frozenset[int]) -> Layout | Refusal:
