@@ -6,7 +6,7 @@ import numpy as np
 
 from attnrewrite.errors import Refusal
 from attnrewrite.patterns.graph import GraphView, Operation
-from attnrewrite.patterns.provenance import FILL, Crossed, Provenance, Tracer, layout_of
+from attnrewrite.patterns.provenance import FILL, Crossed, Provenance, Tracer, layout_of, numbered
 from attnrewrite.site import Operand
 
 
@@ -104,8 +104,7 @@ class Side:
 
     def numbers(self, graph: GraphView) -> np.ndarray:
         """The operand's own elements, numbered row-major, as `lines`."""
-        shape = graph.shape(self.value)
-        return self.lines(np.arange(np.prod(shape, dtype=int)).reshape(shape))
+        return self.lines(numbered(graph.shape(self.value)))
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def _tokens_read(graph: GraphView, layout: Tracer, side: Side) -> tuple[tuple[st
 
 def _extent(numbers: np.ndarray) -> list[np.ndarray]:
     """Smallest and largest number in each lead entry, padding aside."""
-    known = np.where(numbers == FILL, np.iinfo(np.int64).max, numbers)
+    known = np.where(numbers == FILL, np.iinfo(numbers.dtype).max, numbers)
     return [known.min(axis=(1, 2)), numbers.max(axis=(1, 2))]
 
 

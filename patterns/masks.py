@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.patterns.provenance import numbered
 from attnrewrite.site import Layout, Term
 
 LOW = -1e4  # what is written over scores is a mask, and not a score like others, from here on down
@@ -99,7 +100,7 @@ def is_of_queries(graph: GraphView, operand: str, index: np.ndarray, keys: int, 
     shape = graph.shape(operand)
     if np.prod(shape, dtype=int) * keys > index.size or np.unique(index).size < index.size or index.min() < 0:
         return False
-    own = np.broadcast_to(np.arange(np.prod(shape, dtype=int)).reshape(shape), index.shape)
+    own = np.broadcast_to(numbered(shape), index.shape)
     by_score = np.empty(index.size, np.int64)
     by_score[index.reshape(-1)] = own.reshape(-1)
     by_key = by_score.reshape(-1, keys, stride)

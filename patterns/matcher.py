@@ -13,11 +13,11 @@ from attnrewrite.patterns.groups import with_groups
 from attnrewrite.patterns.masks import LOW, is_of_heads, is_of_keys, is_of_queries
 from attnrewrite.patterns.products import Products, fused_products, softmax_products
 from attnrewrite.patterns.projections import Tracers, trace_output, trace_projection
-from attnrewrite.patterns.provenance import Tracer, layout_of, push
+from attnrewrite.patterns.provenance import Tracer, layout_of, numbered, push
 from attnrewrite.patterns.relations import ancestors, common_scope, is_cross, region, uses_norm, uses_rotation
 from attnrewrite.patterns.scores import Joined
 from attnrewrite.patterns.weights import fingerprint
-from attnrewrite.site import Anchor, AttentionSite, Bias, Core, NearMiss, Operand, Projection, Scan, Term
+from attnrewrite.site import Anchor, AttentionSite, Bias, Core, Layout, NearMiss, Operand, Projection, Scan, Term
 
 V_co = TypeVar("V_co", bound=GraphView, covariant=True)
 
@@ -262,8 +262,8 @@ def _joined(graph: GraphView, found: Products, lead_axes: LeadAxes, added: Joine
     path = found.scores.path
     index = push(graph, found.scores.product, path[: path.index(added.value) + 1])
     shape = graph.shape(found.scores.product)
-    place = np.full(int(np.prod(shape, dtype=int)), -1, np.int64)
-    place[index.reshape(-1)] = np.arange(index.size)
+    place = np.full(int(np.prod(shape, dtype=int)), -1, index.dtype)
+    place[index.reshape(-1)] = numbered((index.size,))
     numbers = Side(found.scores.product, found.keys_are_rows, shape[:-2]).numbers(graph)
     position = place[numbers[lead_axes.lead]]
     layout = layout_of(position, index.shape, graph.batch_axes(added.value))
@@ -275,11 +275,11 @@ def _joined(graph: GraphView, found: Products, lead_axes: LeadAxes, added: Joine
 def _fused_mask(graph: GraphView, found: Products, lead_axes: LeadAxes) -> Term | Refusal:
     assert found.mask is not None
     lead = graph.shape(found.anchor.value)[:-2]
-    n_queries, n_keys = graph.shape(found.query.value)[-2], graph.shape(found.key.value)[-2]
-    shape = (*lead, n_queries, n_keys)
-    numbers = np.arange(np.prod(shape, dtype=int)).reshape(-1, n_queries, n_keys)
     axes = frozenset(axis for axis in graph.batch_axes(found.anchor.value) if axis < len(lead))
-    layout = layout_of(numbers[lead_axes.lead], shape, axes)
-    if isinstance(layout, Refusal):
-        return layout
+    folded = layout_of(lead_axes.lead[..., None, None], (*lead, 1, 1), axes)
+    if isinstance(folded, Refusal):
+        return folded
+    scores = graph.shape(found.query.value)[-2], graph.shape(found.key.value)[-2]
+    shape, split, inner = folded.shape[: len(lead)], folded.split, len(folded.split)
+    layout = Layout((*shape, *scores), (*split, *scores), folded.batch, folded.heads, (inner,), (inner + 1,))
     return Term(Operand(found.mask, layout), dropped=False if graph.is_boolean(found.mask) else None)

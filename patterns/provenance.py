@@ -4,6 +4,7 @@ No permutation is matched literally. The elements of a source are numbered, and 
 reshapes, transposes and slices as the data: the result says which element of the source each element of a tensor is.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,6 +45,17 @@ class Provenance:
     def source(self) -> str | None:
         """The only source, or None when there are several, or padding."""
         return self.sources[0] if len(self.sources) == 1 and not (self.index == FILL).any() else None
+
+
+def numbered(shape: tuple[int, ...], first: int = 0) -> np.ndarray:
+    """The elements of a tensor numbered row-major, from `first` on."""
+    stop = first + int(np.prod(shape, dtype=int))
+    return np.arange(first, stop, dtype=_integer(stop)).reshape(shape)
+
+
+def _integer(most: int) -> type[np.signedinteger]:
+    """The type of numbers up to `most`: scores are many, and half the bytes take half the time."""
+    return np.int32 if most < np.iinfo(np.int32).max else np.int64
 
 
 def scalar_operand(graph: GraphView, operation: Operation) -> float | None:
@@ -114,8 +126,10 @@ class Tracer:
                 inner.factor * crossed.factor,
                 (*inner.crossed, value),
             )
-        shape = self._graph.shape(value)
-        return Provenance((value,), (0,), np.arange(np.prod(shape, dtype=int)).reshape(shape), 1.0, ())
+        return self._itself(value)
+
+    def _itself(self, value: str) -> Provenance:
+        return Provenance((value,), (0,), numbered(self._graph.shape(value)), 1.0, ())
 
     def _broadcast(self, index: np.ndarray, value: str) -> np.ndarray:
         """Index of an operand as index of the result: broadcast, or nearest where positions were pooled."""
@@ -137,14 +151,8 @@ class Tracer:
     def _through_movement(self, operation: Operation) -> Provenance:
         inner = [self.trace(operand) for operand in operation.inputs]
         carriers = [p for o, p in zip(operation.inputs, inner, strict=True) if not self._graph.is_constant(o)]
-        if not carriers:
-            shape = self._graph.shape(operation.value)
-            index = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-            return Provenance((operation.value,), (0,), index, 1.0, ())
-        if len({p.factor for p in carriers}) > 1:  # parts scaled unlike: the join is where the trace ends
-            shape = self._graph.shape(operation.value)
-            index = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-            return Provenance((operation.value,), (0,), index, 1.0, ())
+        if len({p.factor for p in carriers}) != 1:  # none, or parts scaled unlike: the trace ends here
+            return self._itself(operation.value)
         offsets: dict[str, int] = {}
         total = 0
         for provenance in inner:
@@ -152,31 +160,27 @@ class Tracer:
                 if source not in offsets:
                     offsets[source] = total
                     total += int(np.prod(self._graph.shape(source), dtype=int))
-        arrays = [self._renumber(p, offsets) + 1 for p in inner]
+        arrays = [self._renumber(p, offsets, _integer(total)) + 1 for p in inner]
         index = self._graph.move(operation.value, arrays) - 1
         crossed = tuple(dict.fromkeys(value for p in inner for value in p.crossed))
         return Provenance(tuple(offsets), tuple(offsets.values()), index, carriers[0].factor, crossed)
 
     @staticmethod
-    def _renumber(provenance: Provenance, offsets: dict[str, int]) -> np.ndarray:
+    def _renumber(provenance: Provenance, offsets: dict[str, int], kind: type[np.signedinteger]) -> np.ndarray:
+        index = provenance.index.astype(kind, copy=False)
         if len(provenance.sources) == 1:
             shift = offsets[provenance.sources[0]] - provenance.offsets[0]
-            if shift == 0:
-                return provenance.index
-            return np.where(provenance.index == FILL, FILL, provenance.index + shift)
-        result = provenance.index.copy()
-        bounds = [*provenance.offsets[1:], np.iinfo(np.int64).max]
+            return np.where(index == FILL, FILL, index + shift) if shift else index
+        result = index.copy()
+        bounds = [*provenance.offsets[1:], np.iinfo(kind).max]
         for source, low, high in zip(provenance.sources, provenance.offsets, bounds, strict=True):
-            part = (provenance.index >= low) & (provenance.index < high)
-            result[part] += offsets[source] - low
+            result[(index >= low) & (index < high)] += offsets[source] - low
         return result
 
 
 def push(graph: GraphView, source: str, path: tuple[str, ...]) -> np.ndarray:
     """The numbered elements of `source` after the movements, casts and position-keeping maps of `path`, in order."""
-    shape = graph.shape(source)
-    # Counted from 1 on the way, as movement fills up with zeros.
-    index = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
+    index = numbered(graph.shape(source), first=1)  # on the way, as movement fills up with zeros
     known = {source: index}
     for value in path:
         operation = graph.operation(value)
@@ -195,7 +199,7 @@ def _carried(graph: GraphView, known: dict[str, np.ndarray], value: str) -> np.n
     operation = graph.operation(value)
     if operation.kind == "move" and not graph.is_constant(value):
         return graph.move(value, [_carried(graph, known, operand) for operand in operation.inputs])
-    return np.zeros(graph.shape(value), np.int64)
+    return np.zeros(graph.shape(value), np.int32)
 
 
 def layout_of(position: np.ndarray, shape: tuple[int, ...], batch_axes: frozenset[int]) -> Layout | Refusal:
@@ -205,12 +209,14 @@ def layout_of(position: np.ndarray, shape: tuple[int, ...], batch_axes: frozense
     """
     factors: list[tuple[int, int, int]] = []  # (stride, size, group), one per split axis
     groups: list[list[tuple[int, int]]] = []
+    lines: list[np.ndarray] = []
     origin = position[(0,) * position.ndim]
     for group in range(position.ndim):
-        line = np.moveaxis(position, group, 0).reshape(position.shape[group], -1)[:, 0] - origin
+        line = position[tuple(slice(None) if axis == group else 0 for axis in range(position.ndim))] - origin
         radix = mixed_radix(line)
         if radix is None:
             return Refusal("not-strided", "its elements do not lie at regular distances")
+        lines.append(line)
         groups.append(radix)
         factors += [(stride, size, group) for size, stride in radix]
     factors.sort(reverse=True)
@@ -220,13 +226,21 @@ def layout_of(position: np.ndarray, shape: tuple[int, ...], batch_axes: frozense
         return Refusal("not-whole", "its elements are not all those of the tensor, each once")
     axes = {(stride, group): axis for axis, (stride, _, group) in enumerate(factors)}
     order = [tuple(axes[stride, group] for _, stride in radix) for group, radix in enumerate(groups)]
-    rebuilt = np.arange(position.size).reshape(split).transpose([a for g in order for a in g]).reshape(position.shape)
-    if not np.array_equal(rebuilt, position):
+    if not _is_sum(position, lines):
         return Refusal("not-a-view", "no reshape and permutation arrange its elements so")
     marked = _mark_batch(split, shape, batch_axes, order[0])
     if marked is None:
         return Refusal("batch-inside", "the axis that follows the batch is no batch axis of the attention")
     return Layout(*marked, *order)
+
+
+def _is_sum(position: np.ndarray, lines: list[np.ndarray]) -> bool:
+    """Whether each element is the sum of a number for its place on each axis; compared plane by plane, as there may be
+    as many as scores.
+    """
+    plane = np.add.outer(*lines[-2:])
+    begins = functools.reduce(np.add.outer, lines[:-2])
+    return all(np.array_equal(position[place], plane + begins[place]) for place in np.ndindex(begins.shape))
 
 
 def mixed_radix(line: np.ndarray) -> list[tuple[int, int]] | None:

@@ -302,14 +302,15 @@ def varying_axis(graph: GraphView, product: str, path: tuple[str, ...], axis: in
     if not index.size:
         return "mixed"
     shape = graph.shape(product)
-    line = np.moveaxis(index, axis, -1).reshape(-1, index.shape[axis])
-    line = line[(line >= 0).all(axis=1)]
-    if not len(line):
+    lines = np.moveaxis(index, axis, -1).reshape(-1, index.shape[axis])
+    whole = (lines >= 0).all(axis=1)
+    if not whole.any():
         return "mixed"
-    if len(line[0]) == 1:  # nothing varies along an axis of one element: it is the product's axis of length one
+    line = lines[whole.argmax()]
+    if len(line) == 1:  # nothing varies along an axis of one element: it is the product's axis of length one
         single = [name for name, size in (("column", shape[-1]), ("row", shape[-2])) if size == 1]
         return single[0] if single else "lead"
-    columns, rows = line[0] % shape[-1], line[0] // shape[-1] % shape[-2]
-    leads = line[0] // (shape[-1] * shape[-2])
+    columns, rows = line % shape[-1], line // shape[-1] % shape[-2]
+    leads = line // (shape[-1] * shape[-2])
     moving = [name for name, part in (("column", columns), ("row", rows), ("lead", leads)) if len(np.unique(part)) > 1]
     return moving[0] if len(moving) == 1 else "mixed"
