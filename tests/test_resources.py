@@ -1,12 +1,13 @@
 """Sizes as people write them, and what the machine says that it has left."""
 
+import platform
 from pathlib import Path
 
 import pytest
 
 from attnrewrite import resources
 from attnrewrite.errors import InputError
-from attnrewrite.resources import format_bytes, free_disk, free_memory, held_memory, parse_bytes
+from attnrewrite.resources import format_bytes, free_disk, free_memory, give_back, held_memory, parse_bytes
 
 WRITTEN = {
     "4GiB": 4 << 30, "4 gib": 4 << 30, "4Gi": 4 << 30, "1.5GiB": 3 << 29, "4GB": 4 * 10**9, "4g": 4 * 10**9,
@@ -47,3 +48,13 @@ def test_a_control_group_limits_what_is_free(monkeypatch: pytest.MonkeyPatch, tm
     assert free_memory() == 2000000
     (tmp_path / "most").write_text("max\n")
     assert free_memory() > 2000000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc, whose malloc_trim gives memory back")
+def test_what_nothing_lies_in_goes_back_to_the_system() -> None:
+    *taken, last = (bytes([1]) * 100_000 for _ in range(1000))
+    held = held_memory()
+    del taken
+    give_back()
+    assert held - held_memory() > 50_000_000
+    assert len(last) == 100_000

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from attnrewrite.errors import InputError
 from attnrewrite.images.pool import Pool
 from attnrewrite.request import Execution
-from attnrewrite.resources import format_bytes, free_memory, held_memory
+from attnrewrite.resources import format_bytes, free_memory, give_back, held_memory
 
 SPARE = 1.3  # what is taken beside the tensors that torch tells of: workspaces, and what allocators keep
 
@@ -23,6 +23,7 @@ def room(execution: Execution, device: str = "cpu") -> int:
     if device != "cpu":
         free, held = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
     else:
+        give_back()  # what earlier stages let go is room for this one
         free, held = free_memory(), held_memory()
     return free // 2 if execution.memory is None else min(execution.memory - held, free)
 
