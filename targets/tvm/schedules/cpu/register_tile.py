@@ -18,7 +18,7 @@ from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
 TURNS = 2  # loads of multipliers in a turn of the loop
 UNROLLED = 16  # steps in a turn of the loop, where multipliers are packed
-IN_A_ROW = 64  # products summed in float16 before the sum is added to one in float32
+IN_A_ROW = 96  # products summed in float16 before the sum is added to one in float32
 LOADS_HIDDEN = 16  # of so many loads beside multiply-adds, one is reckoned to cost a cycle
 LOOP = 0.5  # cycles that a step takes for the loop around it
 PACKING = 1  # cycles for a number of a left operand
