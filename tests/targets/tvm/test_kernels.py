@@ -222,6 +222,7 @@ def test_softmax(shape: Shape, axis: int, scale: float) -> None:
     shape=st.tuples(*4 * [st.integers(1, 9)]), axes=st.sets(st.integers(0, 3), min_size=1, max_size=3),
     kind=st.sampled_from(["sum", "mean", "max", "min"]), keep=st.booleans(),
 )  # fmt: skip
+@example((2, 3, 9, 4), {3}, "sum", False)  # short rows, more than fill squares
 def test_reductions(shape: Shape, axes: set[int], kind: str, keep: bool) -> None:
     (x,) = values(shape)
     rules, run = scheduled([x], lambda x: getattr(relax.op, kind)(relax.op.abs(x), sorted(axes), keep))

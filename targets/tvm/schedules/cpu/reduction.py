@@ -7,6 +7,7 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
+from tvm import tirx
 
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules import graph as relax_graph
@@ -54,8 +55,23 @@ class Reduce:
 
     def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
         strides = [load.layout.strides[-1] for load in loads(self.value)]
-        reader = self._rows if 1 in strides else self._columns
+        along_rows = self._short_rows if self._is_square(profile.lanes) else self._rows
+        reader = along_rows if 1 in strides else self._columns
         return function(arguments, lambda *buffers: reader(buffers, profile.lanes))
+
+    def _is_square(self, lanes: int) -> bool:
+        """Whether there are as many rows as one has elements, which are few enough for a vector, and can be halved."""
+        count, beside = self.space[-1], self.out.shape[-1]
+        return self.rank == 1 and 1 < count <= min(lanes, beside) and count.bit_count() == 1
+
+    def _short_rows(self, buffers: Sequence[Any], lanes: int) -> None:
+        """As many rows as one has elements, a vector each, are transposed: elements are combined side by side."""
+        *outer, length = self.out.shape
+        count = self.space[-1]
+        with each((*outer, -(-length // count)), math.prod(self.space)) as (*z, block):
+            first = vectors.name(tirx.min(block * count, length - count))
+            rows = [evaluate(self.value, buffers, (*z, first + at, 0), count) for at in range(count)]
+            self._put(buffers, (*z, first), count, reduce(OPERATIONS[self.operation], vectors.transposed(rows)))
 
     def _rows(self, buffers: Sequence[Any], lanes: int) -> None:
         """Neighbours are combined with each other: vectors run along the reduced axes."""
