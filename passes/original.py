@@ -3,7 +3,7 @@ is the model on inputs that it was not captured on.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,19 +75,27 @@ def _no_number(tensor: Tensor) -> str | None:
 
 @torch.no_grad()
 def agreement(
-    name: str, model: nn.Module, graph: GraphModule, draws: Sequence[Draw], values: Collection[str] = ()
+    name: str,
+    model: nn.Module,
+    graph: GraphModule,
+    draws: Sequence[Draw],
+    values: Collection[str] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Agreement:
     """Whether `graph`, captured from `model`, gives the model's outputs on each of `draws` that the model takes; the
-    `values` of these nodes are kept of each run.
+    `values` of these nodes are kept of each run. `progress` receives the draws done and the draws there are.
 
     Raises:
         InputError: the model draws random numbers as it runs, or takes none of the draws.
         CheckFailedError: the outputs differ by more than GRAPH_TOLERANCE (in half precision, HALF_STEPS of its
             rounding, twice): what ran on the example was frozen.
     """
-    recording, runs, refused, most = Recording(graph, values), [], {}, 0.0
-    waiting = deque(draws)
+    recording, waiting, most = Recording(graph, values), deque(draws), 0.0
+    runs: list[Run] = []
+    refused: dict[str, str] = {}
     while waiting:
+        done = len(runs) + len(refused)
+        progress(done, done + len(waiting))
         draw = waiting.popleft()
         try:
             with without_torch_logs():
@@ -111,6 +119,7 @@ def agreement(
     if any(_draws_numbers(node) for node in graph.graph.nodes):
         for run in runs:
             _require_repeatable(name, graph, run.draw)
+    progress(len(runs) + len(refused), len(runs) + len(refused))
     if len(runs) < 2:
         raise InputError(
             f"{name} takes none of the inputs that were drawn to check it ({next(iter(refused.values()), 'none')}): "

@@ -64,6 +64,8 @@ class FromRounding(Recording):
 def rounded_values(module: GraphModule, *inputs: Tensor) -> dict[str, Tensor]:
     """What each rounding of a graph is given on `inputs`."""
     places = roundings(module)
+    if not places:
+        return {}
     recording = Recording(module, [node.name for node in places.values()])
     recording.run(*inputs)
     return {name: recording.kept[node.name] for name, node in places.items()}

@@ -1,7 +1,7 @@
 """What conversion proves before it hands anything out: extraction, arithmetic and export, each against a reference."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -116,25 +116,33 @@ def identity_errors(
 
 
 @torch.no_grad()
-def site_errors(original: GraphModule, identity: GraphModule, scan: Scan, runs: Sequence[Run]) -> dict[str, SiteError]:
+def site_errors(
+    original: GraphModule,
+    identity: GraphModule,
+    scan: Scan,
+    runs: Sequence[Run],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, SiteError]:
     """For each rewritten site, how far softmax re-emitted from the extracted weights is from the original's value.
 
     Each site is given the original's own inputs, so that one site's error does not hide or feed another's. Where one is
     beyond the tolerance as the model computes, large scores may have been rounded: float64 decides on that draw. The
     first of `runs`, which hold the `compared_values` of `original`, is the example; where the original answers NaN, as
-    it does where a mask leaves no key, nothing is compared.
+    it does where a mask leaves no key, nothing is compared. `progress` receives the runs done and the runs there are.
     """
     sites = rewritten_sites(identity)
     asked = [site for site in scan.sites if site.id in sites]
     errors: dict[str, list[float | None]] = {site.id: [] for site in asked}
     coarse = _in_half(original)  # its rounding hides a wrong scale
-    for run in runs:
+    for done, run in enumerate(runs):
+        progress(done, len(runs))
         found = {} if coarse else {site.id: _site_error(sites[site.id], run, site) for site in asked}
         if coarse or not all(error is not None and error <= IDENTITY_TOLERANCE for error in found.values()):
             run = Run.of(Wide(original, compared_values(identity, scan)), run.draw)
             found = {site.id: _site_error(wide_copy(sites[site.id]), run, site) for site in asked}
         for site_id, error in found.items():
             errors[site_id].append(error)
+    progress(len(runs), len(runs))
     names = [run.draw.name for run in runs]
     return {site.id: _judged(site, errors[site.id], names) for site in asked}
 

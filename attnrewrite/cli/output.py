@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from attnrewrite.targets.base import Artifact
+
+
+WORTH_A_LINE = 5.0  # seconds: what is done sooner needs no line of a log
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Notes(logging.Handler):
 
 @contextlib.contextmanager
 def bars() -> Iterator["Bars"]:
-    """Progress on standard error: bars on a terminal, elsewhere a line for each thing that is done."""
+    """Progress on standard error: bars on a terminal, elsewhere a line for each thing done that took WORTH_A_LINE."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -121,13 +125,16 @@ class Bars:
     def __init__(self, progress: Any, console: "Console") -> None:
         self._progress, self._console = progress, console
         self._tasks: dict[str, Any] = {}
+        self._since = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total)
         self._progress.update(self._tasks[what], completed=done, total=total)
-        if done == total and not self._console.is_terminal:
-            say(f"{what}: {total} of {total}")
+        if done == total:
+            took, self._since = time.monotonic() - self._since, time.monotonic()
+            if took >= WORTH_A_LINE and not self._console.is_terminal:
+                say(f"{what}: {total} of {total}")
 
 
 def table(title: str | None, columns: Mapping[str, str], rows: list[list[str]]) -> "RenderableType":

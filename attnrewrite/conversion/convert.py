@@ -73,7 +73,7 @@ def convert_source(
         _require_float32(captured, possible)
     pool = None if images is None else _pool(images, source, captured)
     processes = Processes() if pool is None else joined_processes()
-    proof = prove(source, scanned, possible, keep_bad)
+    proof = prove(source, scanned, possible, keep_bad, execution.report)
     forming = Forming(captured, scanned, proof, variant, pool, calibration.steps, execution, processes)
     sound = [site for site in possible if site.id not in proof.faults]
     formed, faults = forming.at_the_sound(sound, proof.teacher) if keep_bad else (forming.at(sound, proof.teacher), {})

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from attnrewrite.passes.verify import SiteError, compared_values, site_errors
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.plan import Placement, Plan
+from attnrewrite.request import Progress
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
@@ -44,7 +46,13 @@ def require_sound(source: Source) -> None:
     require_lasting_buffers(source.name, _runnable(source), source.example_inputs)
 
 
-def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSite], keep_bad: bool = False) -> Proof:
+def prove(
+    source: Source,
+    scanned: Scanned[FxGraph],
+    sites: Sequence[AttentionSite],
+    keep_bad: bool = False,
+    progress: Progress = lambda what, done, total: None,
+) -> Proof:
     """Check the captured graph against the model, then each of `sites`, on the example and on inputs drawn beside it.
 
     Raises:
@@ -56,8 +64,9 @@ def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSi
     size = fixed_batch(source)
     model = _runnable(source) if size is None else InBatches(_runnable(source), size)
     values = compared_values(teacher, scanned.scan)
-    agreed = agreement(source.name, model, graph, together(drawn(graph, source.example_inputs)), values)
-    errors = site_errors(graph, teacher, scanned.scan, agreed.runs)
+    draws = together(drawn(graph, source.example_inputs))
+    agreed = agreement(source.name, model, graph, draws, values, partial(progress, "check the graph"))
+    errors = site_errors(graph, teacher, scanned.scan, agreed.runs, partial(progress, "check the sites"))
     faults = {site: each.fault for site, each in errors.items() if each.fault is not None}
     if faults and (not keep_bad or len(faults) == len(sites)):
         site, fault = next(iter(faults.items()))
@@ -65,15 +74,15 @@ def prove(source: Source, scanned: Scanned[FxGraph], sites: Sequence[AttentionSi
     if faults:
         teacher = with_softmax(scanned, [site for site in sites if site.id not in faults])
     rewriting = rewriting_error(graph, teacher, agreed.runs[-1])
-    draws = tuple(run.draw for run in agreed.runs)
+    taken = tuple(run.draw for run in agreed.runs)
     report = {
         "seconds": round(time.perf_counter() - started, 3),
-        "draws": [draw.name for draw in draws],
+        "draws": [draw.name for draw in taken],
         "draws_refused": dict(agreed.refused),
         "graph_error": agreed.error,
         "rewriting_error": rewriting,
     }
-    return Proof(teacher, errors, faults, draws, report)
+    return Proof(teacher, errors, faults, taken, report)
 
 
 def with_softmax(scanned: Scanned[FxGraph], sites: Sequence[AttentionSite]) -> GraphModule:

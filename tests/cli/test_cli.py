@@ -87,7 +87,11 @@ def test_no_attention_is_exit_3_with_the_near_misses(capsys: pytest.CaptureFixtu
 
 
 def test_convert_writes_what_evaluate_reads(
-    capsys: pytest.CaptureFixture[str], converted: Path, data: Path, models_file: Path
+    capsys: pytest.CaptureFixture[str],
+    converted: Path,
+    data: Path,
+    models_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert sorted(os.listdir(converted)) == ["model.pt2", "plan.json", "report.json", "weights.safetensors"]
     assert os.listdir(converted.parent) == ["out"]
@@ -98,6 +102,7 @@ def test_convert_writes_what_evaluate_reads(
     alone = run_json(capsys, "evaluate", f"{models_file}:vit", *SIZE, "--data", data)
     assert alone["original"] is None
     assert alone["top1"] == told["original"]["top1"]
+    monkeypatch.setattr("attnrewrite.cli.output.WORTH_A_LINE", 0.0)
     text, error = run(capsys, "evaluate", converted, "--data", data, "--samples", 7)
     assert re.search(r"^out +7 ", text, re.MULTILINE)
     assert error == "evaluate: 7 of 7\n"

@@ -102,7 +102,8 @@ def test_a_batch_that_the_models_code_fixes_is_told(caplog: pytest.LogCaptureFix
 
 
 def test_the_report_says_what_was_checked() -> None:
-    checks = ar.convert(Odd(), TOKENS, variant="l1").report["checks"]
+    told: list[tuple[str, int, int]] = []
+    checks = ar.convert(Odd(), TOKENS, variant="l1", progress=lambda *far: told.append(far)).report["checks"]
     assert [name.split(",")[0] for name in checks["draws"]] == [
         "the example",
         "the example's values in another order",
@@ -117,6 +118,7 @@ def test_the_report_says_what_was_checked() -> None:
         "large values of one sign",
     ]
     assert checks["seconds"] > 0
+    assert told == [(what, done, 4) for what in ("check the graph", "check the sites") for done in range(5)]
     assert max(checks["graph_error"], checks["rewriting_error"]) < 1e-5
 
 
@@ -130,8 +132,10 @@ def test_draws_that_a_model_does_not_take_as_one_batch_are_tried_one_by_one() ->
     alone = (TOKENS[0][:1],)
     graph = capture("odd", Odd(), alone).module
     example, two, sparse, strong = draws = drawn(graph, alone)
-    agreed = agreement("single", Single(), graph, together(draws))
+    told: list[tuple[int, int]] = []
+    agreed = agreement("single", Single(), graph, together(draws), progress=lambda *far: told.append(far))
     assert [run.draw for run in agreed.runs] == [example, sparse, strong]
+    assert told == [(0, 3), (1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
     assert set(agreed.refused) == {f"{example.name} and {two.name}", two.name}
 
 
