@@ -108,7 +108,7 @@ class AdditiveForm(Form):
         for heads, target in with_outputs(activations(), self.scale):
             context, token = attend(heads.query, heads.value, self.weight, self.shift)
             columns = torch.cat([context, token, torch.ones_like(token[..., :1])], dim=2)
-            fit.add(columns.flatten(0, 1), merge_heads(target).flatten(0, 1))
+            fit.add(columns.flatten(0, 1).double(), merge_heads(target).flatten(0, 1).double())
         maps = fit.solve(RIDGE).T.to(self.final.weight)
         self.context.weight.copy_(maps[:, :width])
         self.final.weight.copy_(maps[:, width : 2 * width])

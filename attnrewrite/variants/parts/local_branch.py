@@ -55,7 +55,7 @@ class LocalBranch(Form):
         for heads, target in with_outputs(activations(), self.scale):
             form = self.form(*heads)
             residual = self._image(target - form).permute(1, 0, 2, 3).reshape(self.kernel.shape[0], -1, 1)
-            fit.add(self._columns(form, heads.value), residual)
+            fit.add(self._columns(form, heads.value).double(), residual.double())
         change = fit.solve(RIDGE)[:, :, 0].to(self.kernel)
         self.gain.copy_(1 + change[:, 0].reshape_as(self.gain.transpose(1, 2)).transpose(1, 2))
         self.shift.copy_(change[:, 1].reshape_as(self.shift.transpose(1, 2)).transpose(1, 2))

@@ -1,4 +1,4 @@
-"""Streaming ridge regression in float64: what every closed-form fit is made of."""
+"""Streaming ridge regression, summed and solved in float64: what every closed-form fit is made of."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,9 @@ HALVED_FROM = 512  # columns: smaller products are faster whole
 class LeastSquares:
     """Accumulates columns x [..., samples, f] and targets y [..., samples, t]; solves for w [..., f, t] in y ~ x w.
 
-    Only the statistics are kept, so memory does not grow with the number of samples.
+    Only the statistics are kept, so memory does not grow with the number of samples. The products of what is added at
+    once are in its own type: in float32 they are off by parts in a million of the columns' energies, a ridge is a part
+    in a thousand.
     """
 
     def __init__(self) -> None:
@@ -18,8 +20,7 @@ class LeastSquares:
         self.energy = 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        x, y = x.double(), y.double()
-        self._add(gram(x), x.transpose(-2, -1) @ y, float(y.square().sum()))
+        self._add(gram(x).double(), (x.transpose(-2, -1) @ y).double(), float(y.double().square().sum()))
 
     def add_statistics(self, gram: Tensor, moment: Tensor, energy: float = 0.0) -> None:
         """Add x^T x, x^T y and the sum of y^2, computed elsewhere."""
