@@ -43,6 +43,7 @@ OPERATORS: dict[tuple[int, ...], dict[str, Callable[[Tensor], object]]] = {
     IMAGE: {
         "columns summed without overlaps": lambda x: F.fold(F.unfold(x, 2, stride=2) * 2, (8, 8), 2, stride=2),
         "padding from the other end": lambda x: F.pad(x, (1, 2, 3, 1), mode="circular"),
+        "padding with a number": lambda x: F.pad(x, (1, 2, 0, 3), value=0.5) + F.pad(x, (1, 2, 3, 0), value=-2.0),
         "padding that takes away": lambda x: F.pad(x, (-1, 2, 0, -3)) * F.pad(x, (1, 0, -2, -1)),
         "largest and where": lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True),
         "largest put back": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),

@@ -132,12 +132,12 @@ def _padding(call: Call, profile: Profile) -> Kernel | Refusal:
         return Refusal("other-operator", "pads with no constant")
     widths = relax_graph.integers(pad.attrs.pad_width)
     pads = list(zip(widths[::2], widths[1::2], strict=True))
-    border = call.graph.number(pad.args[1]) if len(pad.args) > 1 else 0.0
-    if border is None or any(width < 0 for width in widths):
-        return Refusal("padding", "pads with what is no constant, or by less than nothing")
+    if any(width < 0 for width in widths):
+        return Refusal("padding", "pads by less than nothing")
     arguments = Arguments()
     found = operand(call.graph, pad.args[0])
-    function_, _ = padded(shape(pad.args[0]), pads, arguments.loading(found.expression), border)
+    value = arguments.loading(found.expression)
+    function_, _ = padded(shape(pad.args[0]), pads, value, float(pad.attrs.pad_value))
     step = Step(function_, tuple(arguments.bases), shape(call.var))
     return Kernel((step,), (call.var, *found.covers))
 
