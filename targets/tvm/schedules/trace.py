@@ -117,7 +117,10 @@ def trace(graph: Graph, var: Any, operators: tuple[str, ...]) -> Traced | Refusa
     def move(layout: Layout) -> Layout | None:
         return layout.permute(order).reshape(shape(base))
 
-    marked = replaced(whole.expression, lambda leaf: Result() if leaf is anchor else leaf)
+    # Arithmetic may read it more than once, as that of a leaky rectifier does.
+    marked = replaced(
+        whole.expression, lambda leaf: Result() if isinstance(leaf, Leaf) and same(leaf.view.base, base) else leaf
+    )
     assert marked is not None
     out, epilogue = move(place), moved(marked, move)
     if out is None or epilogue is None:

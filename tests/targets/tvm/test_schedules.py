@@ -84,6 +84,19 @@ def test_probabilities_that_are_read_elsewhere_are_computed() -> None:
     assert sorted(each.rule for each in made.operators) == ["matmul", "matmul", "softmax"]
 
 
+def test_a_product_whose_arithmetic_reads_it_twice_is_computed_once() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.leaky_relu(self.convolution(x), 0.1) + x
+
+    made = lowered(Block(), (torch.randn(1, 8, 6, 6),))
+    assert [each.rule for each in made.operators] == ["convolution"]
+
+
 def test_deit_tiny() -> None:
     import_torchvision()
     timm = pytest.importorskip("timm")
