@@ -14,7 +14,8 @@ from kernels import HOST, Shape, erf
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.attention.rule import panels_in_block
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import bands_beside, best_bands, packed_bands, panels
+from attnrewrite.targets.tvm.schedules.cpu.operands import panels
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import bands_beside, best_bands, packed_bands
 from attnrewrite.targets.tvm.schedules.profile import cores, profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 

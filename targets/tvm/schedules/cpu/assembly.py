@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import copying
-from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, gathered
+from attnrewrite.targets.tvm.schedules.cpu.operands import (
+    Gathered,
+    Lying,
+    Panels,
+    gathered,
+    panel_shape,
+    panels,
+)
 from attnrewrite.targets.tvm.schedules.cpu.packing import Pack, packed, rounded
 from attnrewrite.targets.tvm.schedules.cpu.product import Product
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, best_bands, packed_bands, panel_shape, panels
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import best_bands, packed_bands
 from attnrewrite.targets.tvm.schedules.expression import (
     Apply,
     Arguments,
@@ -111,13 +118,13 @@ class Assembly:
             first = self.pack(turned, batch, rows, depth, bands[0].tile.rows, arguments, profile)
         else:
             first = arguments.load(rows_of)
-        second: Load | Panels | Gathered
+        second: Panels | Lying | Gathered
         if whole:
             second = self.pack(right, batch, columns, depth, bands[0].tile.columns, arguments, profile)
         else:
             assert isinstance(right, Leaf)
             loaded = arguments.load(right.view)
-            second = gathered(loaded, len(batch), depth) if is_gathered else loaded
+            second = gathered(loaded, len(batch), depth) if is_gathered else Lying(loaded.argument, loaded.layout)
         if batch:
             layouts, after = joined([first.layout, second.layout, out], after, lead)
             first, second = replace(first, layout=layouts[0]), replace(second, layout=layouts[1])

@@ -9,7 +9,7 @@ import numpy as np
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded
 from attnrewrite.targets.tvm.schedules.cpu.depthwise import Depthwise, DepthwiseTokens
-from attnrewrite.targets.tvm.schedules.cpu.gathering import FEWEST_LANES, side_by_side
+from attnrewrite.targets.tvm.schedules.cpu.operands import FEWEST_LANES, side_by_side
 from attnrewrite.targets.tvm.schedules.cpu.windows import Windows, pair, sides
 from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, moved, ordered
 from attnrewrite.targets.tvm.schedules.graph import shape

@@ -10,7 +10,7 @@ from tvm import tirx
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, steps, when
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import panel_shape
+from attnrewrite.targets.tvm.schedules.cpu.operands import panel_shape
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression, loads, ordered
 from attnrewrite.targets.tvm.schedules.profile import Profile

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,10 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     steps,
     when,
 )
-from attnrewrite.targets.tvm.schedules.cpu.gathering import Gathered, spread
+from attnrewrite.targets.tvm.schedules.cpu.operands import Panel, Panels, Right, Row, spread
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import (
     Band,
     Multipliers,
-    Panels,
     RegisterTile,
     across_rows,
     along_rows,
@@ -36,22 +35,20 @@ from attnrewrite.targets.tvm.schedules.view import Layout
 
 TASKS = 8  # parts to share among threads, where there are few panels
 CACHE_LINE = 64  # bytes
-Row = Callable[[Position, int, int], Value]  # of a right operand: its number, the first column, and how many
 
 
 @dataclass(frozen=True)
 class Product:
     """out[z, m, n] = epilogue(sum_k left[z, m, k] right[z, k, n]).
 
-    `left` has any strides, or is packed; `right` is packed, or gathered, or a load whose columns
-    are neighbours. `bands` are the columns, all in one where they are packed. `out` and the epilogue's loads have the
-    shape [outer..., rows..., columns], of which `row_axes` make the rows: those of windows of an image, say, are many
-    axes, and too few on each for a tile. Products are of the type `stored`.
+    `left` has any strides, or is packed. `bands` are the columns, all in one where they are packed. `out` and the
+    epilogue's loads have the shape [outer..., rows..., columns], of which `row_axes` make the rows: those of windows of
+    an image, say, are many axes, and too few on each for a tile. Products are of the type `stored`.
     """
 
     depth: int
     left: Load | Panels
-    right: Load | Panels | Gathered
+    right: Right
     out: Layout
     epilogue: Expression
     bands: tuple[Band, ...]
@@ -76,16 +73,14 @@ class _Writer:
         self.outer, self.row_shape = product.out.shape[:lead], product.out.shape[lead:-1]
         self.rows, self.columns = math.prod(self.row_shape), band.columns
         self.high = band.tile.rows
-        packed = isinstance(product.right, Panels)
-        wide = product.right.width if isinstance(product.right, Panels) else band.tile.columns + band.beside
-        self.wide = wide if packed else min(wide, self.columns)
+        self.wide = product.right.wide(band.tile.columns + band.beside, self.columns)
         self.across = -(-self.columns // self.wide)
         self.down = -(-self.rows // self.high)
         # A panel of weights stays in the cache while all rows go by; the parts of the rows are for more threads.
         parts = 1 if self.across * math.prod(self.outer) >= TASKS else min(self.down, -(-TASKS // self.across))
         self.per_part = -(-self.down // parts)
         self.parts = -(-self.down // self.per_part)
-        self.narrow = self.columns % self.wide if packed else 0
+        self.narrow = self.columns % self.wide if product.right.filled else 0
         # Rows that panels leave over have a tile of their own; of those as they lie, some are done twice.
         self.short = self.rows % self.high if isinstance(product.left, Panels) else 0
 
@@ -94,7 +89,7 @@ class _Writer:
         with each((*self.outer, self.across, self.parts), work) as (*z, panel, part):
             column, right = self.right(z, panel)
             with steps(self.per_part) as step:
-                if isinstance(self.product.right, Panels) and self.per_part > 1 and self.across > 1:
+                if self.product.right.filled and self.per_part > 1 and self.across > 1:
                     self.fetch_next(z, panel, step)
                 number = vectors.name(tirx.min(part * self.per_part + step, self.down - 1))
                 tile = functools.partial(self.tile, z, panel, number, column, right)
@@ -156,27 +151,10 @@ class _Writer:
 
     def right(self, z: Sequence[Position], panel: Position) -> tuple[Position, Row]:
         """The first column of a panel, and how its rows are read."""
-        right, stored = self.product.right, self.profile.stored
-        column = panel * self.wide
-
-        def packed(k: Position, begin: int, lanes: int) -> Value:
-            at = address(right.layout, (*z, panel, k, begin))
-            return vectors.load(self.buffers[right.argument], at, lanes, dtype=stored)
-
-        def held(k: Position, begin: int, lanes: int) -> Value:
-            return vectors.load(copy, k * self.wide + begin, lanes, dtype=stored)
-
-        def lying(k: Position, begin: int, lanes: int) -> Value:
-            at = address(right.layout, (*z, k, column + begin))
-            return vectors.load(self.buffers[right.argument], at, lanes, dtype=stored)
-
-        if isinstance(right, Panels):
-            return column, packed
-        column = vectors.name(self.band.first + tirx.min(column, self.columns - self.wide))
-        if isinstance(right, Gathered):
-            copy = right.panel(self.buffers, z, column, self.wide, self.profile)
-            return column, held
-        return column, lying
+        right, column = self.product.right, panel * self.wide
+        if not right.filled:
+            column = vectors.name(self.band.first + tirx.min(column, self.columns - self.wide))
+        return column, right.rows(self.buffers[right.argument], Panel(z, panel, column, self.wide), self.profile)
 
     def store(self, index: Sequence[Position], lanes: int, value: Value) -> None:
         out = self.product.out

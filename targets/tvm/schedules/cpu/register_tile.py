@@ -14,7 +14,6 @@ from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import scratch, steps
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile, Tile
-from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous
 
 TURNS = 2  # loads of multipliers in a turn of the loop
 UNROLLED = 16  # steps in a turn of the loop, where multipliers are packed
@@ -24,21 +23,6 @@ LOOP = 0.5  # cycles that a step takes for the loop around it
 PACKING = 1  # cycles for a number of a left operand
 LATENCY = 8  # multiply-adds that a core has in flight: fewer sums leave it waiting
 Column = Callable[[int, int], Value]  # of multipliers: those of n rows from one on
-
-
-@dataclass(frozen=True)
-class Panels:
-    """A right operand packed for tiles: [..., panels, depth, width], the last panel filled up.
-
-    `layout` says where in the argument; its first axes are those of the batch.
-    """
-
-    argument: int
-    layout: Layout
-
-    @property
-    def width(self) -> int:
-        return self.layout.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -53,14 +37,6 @@ class Band:
     columns: int
     tile: Tile
     beside: int = 0
-
-
-def panel_shape(outer: Sequence[int], depth: int, columns: int, width: int) -> Shape:
-    return (*outer, -(-columns // width), depth, width)
-
-
-def panels(argument: int, outer: Sequence[int], depth: int, columns: int, width: int) -> Panels:
-    return Panels(argument, contiguous(panel_shape(outer, depth, columns, width)))
 
 
 class RegisterTile:

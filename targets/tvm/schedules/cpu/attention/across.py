@@ -22,7 +22,8 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     steps,
     when,
 )
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, RegisterTile, across_rows
+from attnrewrite.targets.tvm.schedules.cpu.operands import Panels
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import RegisterTile, across_rows
 from attnrewrite.targets.tvm.schedules.cpu.rows import NEGLIGIBLE
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression

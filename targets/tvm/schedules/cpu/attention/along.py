@@ -23,8 +23,8 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     steps,
     when,
 )
+from attnrewrite.targets.tvm.schedules.cpu.operands import Panels
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import (
-    Panels,
     RegisterTile,
     along_rows,
 )

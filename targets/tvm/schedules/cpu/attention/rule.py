@@ -7,7 +7,8 @@ from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded, scaled
 from attnrewrite.targets.tvm.schedules.cpu.attention.across import BASE, AttentionAcross
 from attnrewrite.targets.tvm.schedules.cpu.attention.along import Attention
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import Panels, best_tiles, packed_tile
+from attnrewrite.targets.tvm.schedules.cpu.operands import Panels
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import best_tiles, packed_tile
 from attnrewrite.targets.tvm.schedules.expression import (
     Apply,
     Arguments,
