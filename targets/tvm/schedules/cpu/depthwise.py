@@ -35,7 +35,8 @@ from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape
 
-AT_ONCE = 2  # vectors of sums side by side
+AT_ONCE = 2  # vectors side by side
+SUMS = 4  # vectors of sums side by side: fewer would wait for their own last sum
 PLACES = 4  # windows in a row that share what they see
 
 
@@ -71,7 +72,7 @@ class _Writer:
         rows, self.pitch = (-(-size // step) for size, step in zip(self.reach, self.parts, strict=True))
         self.plane = rows * self.pitch
         self.length = (self.high - 1) * self.pitch + self.wide
-        self.at_once = AT_ONCE * lanes
+        self.at_once = lanes * min(SUMS, 1 << (-(-self.length // lanes) - 1).bit_length())
 
     def write(self) -> None:
         batch, channels = self.kernel.out.shape[:2]
