@@ -14,30 +14,44 @@ from attnrewrite.variants.parts.tensors import as_type, merge_heads, safe, split
 
 EPSILON = 1e-12
 LEAST_SPREAD = 1e-4  # of keys about their mean, of their own size: less is what rounding leaves of equal keys
+GAIN = 2.0  # over head_dim: of 1/4 to 4, what a conversion without calibration loses least with, on two trained ViTs
 Pair = tuple[Tensor | None, Tensor | None]
 
 
 def l1_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    order: Order = "auto",
-    weights: Pair = (None, None),
-    least: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, order: Order = "auto", weights: Pair = (None, None)
 ) -> Tensor:
     """q_hat k_hat^T v with q_hat, k_hat of l1 norm one per channel over the tokens (SimA, equation 3).
 
     query [B, H, N, d], key [B, H, M, d], value [B, H, M, e] -> [B, H, N, e]. Norms are taken as means and the
     division by N is halved between the ends, so that half precision neither overflows nor underflows. `weights` are
-    those of the queries and of the keys (key_weights), of which l1 norms are taken too. The keys' mean size
-    counts as `least` [B, H, 1, d] where it is less.
+    those of the queries and of the keys (key_weights), of which l1 norms are taken too.
     """
-    tokens, root = query.shape[2], query.shape[2] ** 0.5
-    query = query / (token_mean(query.abs(), weights[0]).clamp(min=safe(EPSILON / tokens, query.dtype)) * root)
-    size = token_mean(key.abs(), weights[1]).clamp(min=safe(EPSILON / key.shape[2], key.dtype))
-    key = key / (size if least is None else torch.maximum(size, least))
-    result = mean_product(query, weighed(key, weights[1]), value, order) / root
+    root = query.shape[2] ** 0.5
+    query = _of_mean_one(query, weights[0]) / root
+    result = mean_product(query, weighed(_of_mean_one(key, weights[1]), weights[1]), value, order) / root
     return result if weights[0] is None else result / share(weights[0])
+
+
+def l1_deviation(
+    query: Tensor, key: Tensor, value: Tensor, order: Order = "auto", weights: Pair = (None, None)
+) -> Tensor:
+    """The same of keys about their mean, times N, which is of the order of the values whatever N is: beside the values'
+    mean, l1 norms of one over N tokens leave a part in N of what softmax adds to that.
+
+    Keys that differ by less than LEAST_SPREAD of their size are not enlarged.
+    """
+    least = token_mean(key.abs(), weights[1]) * LEAST_SPREAD
+    key = _of_mean_one(centred(key, weights[1]), weights[1], least)
+    return mean_product(_of_mean_one(query, weights[0]), weighed(key, weights[1]), value, order)
+
+
+def _of_mean_one(tokens: Tensor, weights: Tensor | None, least: Tensor | None = None) -> Tensor:
+    """[B, H, N, d] of mean size one per channel over the tokens, or less where their mean size is under `least`
+    [B, H, 1, d].
+    """
+    size = token_mean(tokens.abs(), weights).clamp(min=safe(EPSILON / tokens.shape[2], tokens.dtype))
+    return tokens / (size if least is None else torch.maximum(size, least))
 
 
 def unit_l1(tokens: Tensor) -> Tensor:
@@ -46,7 +60,7 @@ def unit_l1(tokens: Tensor) -> Tensor:
 
 
 class L1Form(Form):
-    """SimA on the heads. `centred` takes the mean off the keys and adds mean(v), which softmax has and SimA loses.
+    """SimA on the heads; where `centred`, what it adds to the mean of the values (l1_deviation).
 
     Where queries and keys are `paired` (of the same tokens), what masks keys leaves out their queries' norms as well.
     """
@@ -59,15 +73,14 @@ class L1Form(Form):
         self.order = order
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        weights, dtype = key_weights(bias), value.dtype
+        weights, dtype, heads = key_weights(bias), value.dtype, value.shape[1]
         if weights is not None:  # a norm over no token at all is too small for half precision
             query, key, value = wide(query), wide(key), wide(value)
-        pair = weights if self.paired else None, weights
-        if not self.centred:
-            return as_type(self._attend(query, key, value, pair), dtype)
-        least = token_mean(key.abs(), weights) * LEAST_SPREAD
-        attended = self._attend(query, centred(key, weights), value, pair, least)
-        return as_type(attended + token_mean(value, weights), dtype)
+        if self.single_head:
+            query, key, value = (merge_heads(part).unsqueeze(1) for part in (query, key, value))
+        attend = l1_deviation if self.centred else l1_attention
+        result = attend(query, key, value, self.order, (weights if self.paired else None, weights))
+        return as_type(split_heads(result.squeeze(1), heads) if self.single_head else result, dtype)
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         """The l2 norm of each token's normalised query and key, which says how much it weighs (SimA, section 4.7)."""
@@ -77,18 +90,12 @@ class L1Form(Form):
             parts = {name: merge_heads(part).unsqueeze(1) for name, part in parts.items()}
         return {name: unit_l1(part).norm(dim=3) for name, part in parts.items()}
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, weights: Pair, least: Tensor | None = None) -> Tensor:
-        if not self.single_head:
-            return l1_attention(query, key, value, self.order, weights, least)
-        query, key, whole = (merge_heads(part).unsqueeze(1) for part in (query, key, value))
-        least = None if least is None else merge_heads(least).unsqueeze(1)
-        return split_heads(l1_attention(query, key, whole, self.order, weights, least).squeeze(1), value.shape[1])
-
 
 @dataclass(frozen=True, kw_only=True)
 class L1(LinearVariant):
-    """centred: the conversion mode; false is the paper's. order: auto, qk or kv. single_head: the paper's one head.
+    """centred: the conversion mode, with keys about their mean beside the values' mean; false is the paper's.
 
+    order: auto, qk or kv. single_head: the paper's one head.
     relu: the paper's ReLU for GELU in the MLPs, which the pass that rewrites the graph carries out.
     """
 
@@ -108,9 +115,13 @@ class L1(LinearVariant):
     def form(self, site: AttentionSite) -> Form:
         return L1Form(self.centred, self.single_head, self._order(site), refuse_unpaired(site) is None)
 
+    def value_mean(self, site: AttentionSite) -> tuple[float, float] | None:
+        return (GAIN / self._sizes(site)[1], 1.0) if self.centred else None
+
     def form_multiplies(self, site: AttentionSite) -> int:
         heads, head_dim, value_dim = self._sizes(site)
-        return heads * product_multiplies(site.n_queries, site.n_keys, head_dim, value_dim, self._order(site))
+        gain = site.heads * site.n_queries * site.value_dim if self.centred else 0
+        return heads * product_multiplies(site.n_queries, site.n_keys, head_dim, value_dim, self._order(site)) + gain
 
     def _order(self, site: AttentionSite) -> Order:
         if self.order != "auto" or site.n_queries < 1 or site.n_keys < 1:

@@ -9,6 +9,7 @@ from attnrewrite.variants.base import Form, Variant, as_refusal, refuse_unless_p
 from attnrewrite.variants.parts.exact_prefix import ExactPrefix
 from attnrewrite.variants.parts.local_branch import LocalBranch
 from attnrewrite.variants.parts.tensors import image_grid, prefix_queries, score_scale
+from attnrewrite.variants.parts.value_mean import ValueMean
 
 DROPPABLE = ("constant", "depends-on-query")
 
@@ -42,6 +43,12 @@ class LinearVariant(Variant):
     def form_multiplies(self, site: AttentionSite) -> int:
         """Multiply-adds of the bare form at one window."""
         raise NotImplementedError
+
+    def value_mean(self, site: AttentionSite) -> tuple[float, float] | None:
+        """The gain of the form and the shift of the values' mean beside it (ValueMean) that a conversion starts from;
+        None where the form stands alone.
+        """
+        return None
 
     def refuse_form(self, site: AttentionSite) -> Refusal | None:
         """What the form itself refuses, where every linear form could stand."""
@@ -79,13 +86,13 @@ class LinearVariant(Variant):
 
     def build(self, site: AttentionSite) -> Form:
         site = self._told(site)
-        form = self.form(site)
-        grid = image_grid(site)
+        form, start = self.form(site), self.value_mean(site)
+        grid, prefix, scale = image_grid(site), self.exact_rows(site), score_scale(site)
         if self.local and grid:
-            form = LocalBranch(form, grid, site.heads, site.value_dim, score_scale(site))
-        if prefix := self.exact_rows(site):
-            form = ExactPrefix(form, prefix, score_scale(site))
-        return form
+            form = LocalBranch(form, grid, site.heads, site.value_dim, scale, *(start or ()))
+        elif start is not None:
+            form = ValueMean(form, site.heads, site.value_dim, scale, prefix, *start)
+        return ExactPrefix(form, prefix, scale) if prefix else form
 
     def multiplies(self, site: AttentionSite) -> int:
         site = self._told(site)

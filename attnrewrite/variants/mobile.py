@@ -30,7 +30,8 @@ from attnrewrite.variants.parts.tensors import (
 
 Reading = Literal["conversion", "code", "paper"]
 EPSILON = 1e-6
-GAIN = 3.0  # of 1 to 4: what explains most of softmax's output on a trained ViT
+GAIN = 3.0  # of 1 to 4: what explains most of softmax's output on a trained ViT,
+MIXED_GAIN = 2.0  # and of 1 to 4 beside the values' mean: 1 is as good there, but takes differences of larger numbers
 
 
 class Flows(NamedTuple):
@@ -103,10 +104,11 @@ class MobileForm(Form):
     """
 
     def __init__(
-        self, count: int, qk_maps: QKMaps, scale: float, reading: Reading, order: Order,
+        self, count: int, qk_maps: QKMaps, scale: float, gain: float, reading: Reading, order: Order,
         kept: tuple[int, ...] | None, keep: int, value_width: int,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.gain = gain
         self.value_width = value_width
         self.count = count
         self.qk_maps = qk_maps
@@ -153,7 +155,7 @@ class MobileForm(Form):
 
     def _as_cut(self, count: int, value_width: int) -> "MobileForm":
         """The form with all of `count` heads in it, that projections have cut already."""
-        return MobileForm(count, NoMaps(), self.scale, self.reading, self.order, None, count, value_width)
+        return MobileForm(count, NoMaps(), self.scale, self.gain, self.reading, self.order, None, count, value_width)
 
     @staticmethod
     def _joined(small: Tensor, heads: int) -> Tensor:
@@ -167,7 +169,7 @@ class MobileForm(Form):
         heads, channels, _ = self.qk_maps.query.shape
         size = heads * channels // self.count
         if size > 1 and channels % size == 0:
-            self.qk_maps.fit(activations(), self.scale, lambda maps: signed_pairs(maps, size, GAIN))
+            self.qk_maps.fit(activations(), self.scale, lambda maps: signed_pairs(maps, size, self.gain))
         if self.keep < self.count and self.kept is None:
             self.kept = self._largest_flows(activations())
 
@@ -189,7 +191,7 @@ class MobileForm(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class Mobile(LinearVariant):
-    """reading: conversion (the code's features, the paper's division), code or paper.
+    """reading: conversion (the code's features, the paper's division, beside the values' mean), code or paper.
 
     head_dim: the channels of a small head.
     keep_heads: the fraction of small heads that calibration keeps, or the heads themselves.
@@ -234,7 +236,12 @@ class Mobile(LinearVariant):
         scale, order = score_scale(site), cheaper_order(*self._shape(site))
         qk_maps = QKMaps(site.heads, site.head_dim, math.copysign(1, scale))
         width = site.heads * site.value_dim
-        return MobileForm(count, qk_maps, scale, self.reading, order, kept, self._keep(site), width)
+        gain = GAIN if self.value_mean(site) is None else MIXED_GAIN
+        return MobileForm(count, qk_maps, scale, gain, self.reading, order, kept, self._keep(site), width)
+
+    def value_mean(self, site: AttentionSite) -> tuple[float, float] | None:
+        """A conversion of all heads has it: where heads are left out, so are their values."""
+        return (1.0, 0.0) if self.reading == "conversion" and self.keep_heads == 1.0 else None
 
     def form_multiplies(self, site: AttentionSite) -> int:
         channels = self._keep(site) * self.head_dim

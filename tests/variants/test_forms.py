@@ -10,10 +10,12 @@ from variant_sites import make_heads, make_site
 
 from attnrewrite.site import AttentionSite, Grid
 from attnrewrite.variants.base import Heads
-from attnrewrite.variants.parts import local_branch
+from attnrewrite.variants.l1 import l1_attention, l1_deviation
+from attnrewrite.variants.parts import value_mean
 from attnrewrite.variants.parts.exact_prefix import ExactPrefix
 from attnrewrite.variants.parts.local_branch import LocalBranch
 from attnrewrite.variants.parts.softmax_rows import softmax_attention, with_outputs
+from attnrewrite.variants.parts.value_mean import ValueMean
 from attnrewrite.variants.registry import get_variant, variants
 from attnrewrite.variants.softmax import Softmax
 
@@ -74,21 +76,29 @@ def test_no_exact_rows_where_no_token_comes_before_the_grid(name: str) -> None:
     assert not isinstance(get_variant(name).build(make_site(grid=Grid(4, 4))), ExactPrefix)
 
 
-def test_the_local_branch_starts_as_the_form_alone_and_finds_a_known_mixture() -> None:
-    """The teacher is a local branch around itself: least squares must find its constants again."""
+MIXED = make_site(heads=2, head_dim=4, grid=Grid(5, 6, 1))
+MIXERS: dict[str, Callable[[], ValueMean]] = {
+    "value mean": lambda: ValueMean(Softmax().build(MIXED), 2, 4, MIXED.scale, prefix=1),
+    "local branch": lambda: LocalBranch(Softmax().build(MIXED), Grid(5, 6, 1), 2, 4, MIXED.scale),
+}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_what_stands_beside_a_form_starts_as_the_form_alone_and_finds_a_known_mixture(mixer: str) -> None:
+    """The teacher is the mixture itself: least squares must find its constants again."""
     torch.manual_seed(0)
-    site = make_site(heads=2, head_dim=4, grid=Grid(5, 6, 1))
+    site = MIXED
     batches = [make_heads(site, batch=4, seed=seed) for seed in range(3)]
-    teacher = LocalBranch(Softmax().build(site), Grid(5, 6, 1), 2, 4, site.scale).double()
+    teacher = MIXERS[mixer]().double()
     torch.testing.assert_close(teacher(*batches[0]), Softmax().build(site)(*batches[0]))
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.add_(torch.randn_like(parameter))
-    student = LocalBranch(Softmax().build(site), Grid(5, 6, 1), 2, 4, site.scale).double()
+    student = MIXERS[mixer]().double()
     targets = iter([(heads, teacher(*heads)) for heads in batches])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_branch, "with_outputs", lambda batches, scale: targets)
-        patch.setattr(local_branch, "RIDGE", 1e-10)
+        patch.setattr(value_mean, "with_outputs", lambda batches, scale: targets)
+        patch.setattr(value_mean, "RIDGE", 1e-10)
         student.refine(lambda: iter(batches))
     for found, true in zip(student.parameters(), teacher.parameters(), strict=True):
         torch.testing.assert_close(found, true, rtol=0, atol=1e-6)
@@ -102,7 +112,13 @@ def test_both_orders_of_l1_agree_and_the_cheaper_is_chosen(centred: bool, single
     first, second = (get_variant("l1", {**options, "order": order}).build(SITE).double() for order in ("qk", "kv"))
     torch.testing.assert_close(first(*heads), second(*heads), rtol=0, atol=1e-12)
     few, many = make_site(n_queries=5, head_dim=8), make_site(n_queries=50, head_dim=8)
-    assert [get_variant("l1").build(site).order for site in (few, many)] == ["qk", "kv"]
+    assert [get_variant("l1").form(site).order for site in (few, many)] == ["qk", "kv"]
+
+
+def test_what_centred_l1_adds_to_the_mean_is_simas_of_centred_keys_times_the_tokens() -> None:
+    query, key, value, _ = make_heads(SITE)
+    expected = l1_attention(query, key - key.mean(2, keepdim=True), value) * key.shape[2]
+    torch.testing.assert_close(l1_deviation(query, key, value), expected, rtol=0, atol=1e-12)
 
 
 def test_centred_l1_of_constant_keys_is_the_mean_of_the_values() -> None:
