@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from zoo.runs import SHARED, builder, chosen, in_own_process
 
 from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, Refusal, first_line
-from attnrewrite.targets import agreement as check
-from attnrewrite.targets.prepare import arrays, in_float32, reference, specialise
+from attnrewrite.targets.prepare import arrays, in_float32, specialise
 from attnrewrite.targets.record import Decision
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
@@ -94,8 +93,7 @@ def lowered(model: str, built: nn.Module, inputs: tuple[Tensor, ...], rounds: in
     made = tvm_compat.build_for_cpu(import_program(specialise(wide.module, wide.inputs)), "host")
     compiling = time.perf_counter() - started
     ours = tvm_compat.bind(made.executable, wide.inputs, 1)
-    expected = reference(wide.module, wide.inputs)
-    agreement = check.agree(model, ours(), expected, check.FLOAT32)
+    agreement = wide.agree(model, ours())
     row = Row(
         model,
         "right",
@@ -111,7 +109,7 @@ def lowered(model: str, built: nn.Module, inputs: tuple[Tensor, ...], rounds: in
     for name in peers:
         try:
             call = RUNTIMES[name](wide.module, wide.inputs)(1)
-            check.agree(f"{model} in {name}", arrays(call()), expected, check.FLOAT32)
+            wide.agree(f"{model} in {name}", arrays(call()))
             calls[name] = call
         except Exception as error:  # a peer that fails is no failure of ours
             failed.append(f"{name}: {first_line(error)}")
