@@ -17,6 +17,7 @@ from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout, unravel
 
 OPAQUE = 8  # TVM's word for a function that must not be fused with others
+FIRST_CACHE, SECOND_CACHE = 3, 2  # LLVM's words for where a line is to be kept
 ON_STACK = 2**15  # bytes
 FEWEST_FOR_THREADS = 4096  # numbers: less work than that is done sooner than another thread wakes up
 
@@ -142,10 +143,12 @@ def when(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]
             otherwise()
 
 
-def prefetch(buffer: Any, at: Position) -> None:
-    """Ask for the cache line that holds an element, to be read soon and more than once."""
+def prefetch(buffer: Any, at: Position, cache: int) -> None:
+    """Ask for the cache line that holds an element, to be read soon and more than once; beyond the buffer's end, too,
+    where nothing comes of it. `cache`: FIRST_CACHE or SECOND_CACHE.
+    """
     pointer = T.address_of(buffer[at])
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", pointer, 0, 2, 1))
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", pointer, 0, cache, 1))
 
 
 def along(

@@ -10,6 +10,8 @@ from tvm import tirx
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import (
+    FIRST_CACHE,
+    SECOND_CACHE,
     address,
     by_pairs,
     each,
@@ -35,6 +37,7 @@ from attnrewrite.targets.tvm.schedules.view import Layout
 
 TASKS = 8  # parts to share among threads, where there are few panels
 CACHE_LINE = 64  # bytes
+ROWS_AHEAD = 8  # of a panel: so long before their turn are they asked for
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,10 @@ class _Writer:
         with each((*self.outer, self.across, self.parts), work) as (*z, panel, part):
             column, right = self.right(z, panel)
             with steps(self.per_part) as step:
-                if self.product.right.filled and self.per_part > 1 and self.across > 1:
-                    self.fetch_next(z, panel, step)
                 number = vectors.name(tirx.min(part * self.per_part + step, self.down - 1))
-                tile = functools.partial(self.tile, z, panel, number, column, right)
+                fetched = self.product.right.filled and self.per_part > 1
+                row = self.fetching(z, panel, step, right) if fetched else right
+                tile = functools.partial(self.tile, z, panel, number, column, row)
                 if self.short:
                     when(number < self.down - 1, lambda: tile(self.high), lambda: tile(self.short))
                 else:
@@ -161,14 +164,29 @@ class _Writer:
         value = evaluate(self.product.epilogue, self.buffers, index, lanes, value)
         vectors.store(self.buffers[-1], address(out, index), value, lanes, out.strides[-1])
 
-    def fetch_next(self, z: Sequence[Position], panel: Position, step: Position) -> None:
-        """Ask for the next panel's share while this one is used."""
-        right = self.product.right
-        size, in_line = self.product.depth * self.wide, CACHE_LINE // SIZES[self.profile.stored]
+    def fetching(self, z: Sequence[Position], panel: Position, step: Position, right: Row) -> Row:
+        """`right`, whose rows are asked for some steps before their turn, and a share of the next panel beside them.
+
+        Where instructions are what counts, the share is asked for at once, line by line. Beyond the last panel lies
+        what is read next, mostly: other weights.
+        """
+        buffer, depth = self.buffers[self.product.right.argument], self.product.depth
+        size, in_line = depth * self.wide, CACHE_LINE // SIZES[self.profile.stored]
         share = -(-size // (in_line * self.per_part)) * in_line
-        shares = -(-size // share)
-        # The last share ends beyond the panel, and that of the last panel but one would beyond the tensor.
-        begin = vectors.name(tirx.min((panel + 1) * size, self.across * size - shares * share))
-        at = address(right.layout, (*z, 0, 0, 0)) + begin + tirx.min(step, shares - 1) * share
-        with steps(share // in_line) as line:
-            prefetch(self.buffers[right.argument], at + line * in_line)
+        here = vectors.name(address(self.product.right.layout, (*z, panel, 0, 0)))
+        coming = vectors.name(here + size + tirx.min(step, -(-size // share) - 1) * share)
+
+        if self.profile.by_lane:
+            if self.across > 1:
+                with steps(share // in_line) as line:
+                    prefetch(buffer, coming + line * in_line, SECOND_CACHE)
+            return right
+
+        def row(k: Position, first: int, lanes: int) -> Value:
+            if first == 0:
+                for begin in range(0, self.wide, in_line):
+                    prefetch(buffer, here + (k + ROWS_AHEAD) * self.wide + begin, FIRST_CACHE)
+                prefetch(buffer, coming + k * -(-share // depth), SECOND_CACHE)
+            return right(k, first, lanes)
+
+        return row
