@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -194,8 +195,16 @@ def _full_disk_told(out: Path, folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         if _is_full(error, folder):
-            raise InputError(f"cannot write {out}: {os.strerror(errno.ENOSPC)}") from error
+            raise InputError(f"cannot write {out}: {os.strerror(errno.ENOSPC)}{_or_elsewhere(folder)}") from error
         raise
+
+
+def _or_elsewhere(folder: Path) -> str:
+    """Where else it may be that there is no room, if there is some in `folder` by now: where compilers work."""
+    temporary = Path(tempfile.gettempdir())
+    if shutil.disk_usage(folder).free < ENOUGH_BYTES or temporary.stat().st_dev == folder.stat().st_dev:
+        return ""
+    return f", there or in {temporary} (TMPDIR names another place)"
 
 
 def _locked(lock: Path, out: Path) -> int:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -198,7 +199,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True)
@@ -214,6 +215,10 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
             with full, reserved(out, force=False), staged(out, force=False) as folder:
                 write(folder)
             assert os.listdir(disk) == []
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        out, full = tmp_path / "out", pytest.raises(InputError, match=f"there or in {disk} ")
+        with full, reserved(out, force=False), staged(out, force=False), tempfile.NamedTemporaryFile() as file:
+            file.write(bytes(4 << 20))
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

@@ -74,9 +74,12 @@ def readable(program: ExportedProgram) -> tuple[ExportedProgram, Any]:
 
 
 def _refused(failure: _Untranslated) -> InputError:
+    node = failure.node
+    wide = getattr(node.meta.get("val"), "dtype", None) == torch.float64
+    way_out = "compute there in float32" if wide else "rewrite that part of the model"
     return InputError(
-        f"TVM's importer has no operator {failure.node.target} (node {failure.node.name!r}){failure.reason}: "
-        "rewrite that part of the model, or lower for another target"
+        f"TVM's importer has no operator {node.target} (node {node.name!r}){failure.reason}: "
+        f"{way_out}, or lower for another target"
     )
 
 

@@ -42,6 +42,11 @@ MODELS: dict[str, tuple[Callable[[Tensor], object], Tensor, str]] = {
     "takes complex numbers": (lambda x: x.abs(), X.to(torch.complex64), "input 'x' is complex64, which TVM's code"),
     "computes in complex numbers": (lambda x: torch.fft.fft(x).abs(), X, r"fft.* is complex64, which TVM's code"),
     "takes float8": (lambda x: x.float(), X.to(torch.float8_e4m3fn), "input 'x' is float8_e4m3fn, which TVM's code"),
+    "convolves in float64": (
+        lambda x: nn.functional.conv2d(x[None], x[None, None, :2, :2], x.sum()[None]),
+        X.double(),
+        r"convolution.*: compute there in float32, or lower",
+    ),
     "gives text": (lambda x: "text", X, "the model gives no tensor"),
     "gives nothing": (lambda x: None, X, "the model gives no tensor"),
 }
