@@ -145,12 +145,17 @@ class _Writer:
             )
         begins = [vectors.name(address(layout, (*z, *self.at(row + i), 0))) for i in range(high)]
         along_depth = layout.strides[-1]
-        return along_rows(
-            high,
-            lambda i, k, n: vectors.load(buffer, begins[i] + k * along_depth, n, dtype=stored),
-            self.profile,
-            self.profile.by_lane and along_depth == 1,
-        )
+
+        depth, flat = self.product.depth, layout.reshape((*self.outer, self.rows, self.product.depth))
+        # The next tile's rows, where they follow these, are asked for as these are used.
+        follows = not self.profile.by_lane and flat is not None and flat.strides[-2:] == (depth, 1)
+
+        def load(i: int, k: Position, n: int) -> Value:
+            if follows and i == 0:
+                prefetch(buffer, begins[0] + high * (depth + k), SECOND_CACHE)
+            return vectors.load(buffer, begins[i] + k * along_depth, n, dtype=stored)
+
+        return along_rows(high, load, self.profile, self.profile.by_lane and along_depth == 1)
 
     def right(self, z: Sequence[Position], panel: Position) -> tuple[Position, Row]:
         """The first column of a panel, and how its rows are read."""
