@@ -15,7 +15,7 @@ from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.original import GRAPH_TOLERANCE
 from attnrewrite.passes.verify import HALF_STEPS, known_error, outputs
 
-BATCHES = (2, 4, 8, 16, 32)  # that a model's code may settle for
+BATCHES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 50, 64, 100, 128, 256)  # that a model's code may settle for
 TEXT = "it reads token numbers, as text models do, not pictures; in Python, give them as example_inputs"
 
 
@@ -93,6 +93,17 @@ def require_runs(name: str, model: nn.Module, inputs: tuple[Tensor, ...]) -> Non
         ) from error
 
 
+def many_as_taken(name: str, model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`inputs`, one image, or as many of them as the code of the model settles for. Raises as `require_runs` does."""
+    try:
+        require_runs(name, model, inputs)
+    except InputError:
+        if (batch := _own_batch(model, inputs)) is None:
+            raise
+        return _times(inputs, batch)
+    return inputs
+
+
 def reads_tokens(model: nn.Module) -> bool:
     return next(iter(inspect.signature(model.forward).parameters), "") in ("input_ids", "token_ids")
 
@@ -127,8 +138,12 @@ def _own_batch(model: nn.Module, inputs: Sequence[Tensor]) -> int | None:
         return None
     for batch in BATCHES:
         try:
-            model(*(tensor.expand(batch, *tensor.shape[1:]).clone() for tensor in inputs))
+            model(*_times(inputs, batch))
         except (Exception, SystemExit):  # nor this one
             continue
         return batch
     return None
+
+
+def _times(inputs: Sequence[Tensor], batch: int) -> tuple[Tensor, ...]:
+    return tuple(tensor.expand(batch, *tensor.shape[1:]).clone() for tensor in inputs)

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.files import as_path, check_file, read_json
 from attnrewrite.frontends.checkpoints import SUFFIXES, load_checkpoint, read_program
-from attnrewrite.frontends.examples import TEXT, given_examples, made_example, reads_tokens, require_runs
+from attnrewrite.frontends.examples import TEXT, given_examples, made_example, many_as_taken, reads_tokens, require_runs
 from attnrewrite.frontends.factories import call_factory, split_factory
 from attnrewrite.frontends.libraries import LIBRARIES, PRETRAINED, build
 from attnrewrite.frontends.trust import NO_CODE, code_digest, remembered
@@ -186,8 +186,10 @@ def load_source(
     loaded = replace(loaded, example_inputs=inputs, preprocessing=known)
     if loaded.program is not None:
         _check_exported_for(loaded, size, given=example_inputs is not None)
-    elif loaded.model is not None:
+    elif loaded.model is not None and example_inputs is not None:
         require_runs(loaded.name, loaded.model, inputs)
+    elif loaded.model is not None:
+        loaded = replace(loaded, example_inputs=many_as_taken(loaded.name, loaded.model, inputs))
     return replace(loaded, origin=_describe(loaded.origin, loaded) if loaded.origin else None)
 
 

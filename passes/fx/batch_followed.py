@@ -6,6 +6,7 @@ a batch of one, where the digit has no length, several axes may be meant, and ea
 """
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,12 @@ aten = torch.ops.aten
 _SIZED = frozenset({"view", "_unsafe_view", "reshape"})
 _ORDERED = _SIZED | {"flatten", "unflatten", "squeeze", "unsqueeze"}  # keep the elements in their order
 _MADE = frozenset({"new_zeros", "new_ones", "new_full", "new_empty"})  # read the type of an operand alone
+_JOINS = frozenset({"cat", "concat", "concatenate"})
+_PARTS = {  # what takes parts of an axis: its operands
+    "slice": ("dim", "start", "end", "step"),
+    "split": ("split_size", "dim"),
+    "split_with_sizes": ("split_sizes", "dim"),
+}
 _LAST = 2**63 - 1  # the end of a slice that takes all
 
 
@@ -90,15 +97,18 @@ class _Followed(Symbolic):
     def _known_place(self, node: Node) -> Digit | None:
         """Where an operation on the order of the elements takes the image to; its sizes are changed for that."""
         name, source = operator_name(node), node.args[0] if node.args else None
+        if name in _JOINS and isinstance(source, list | tuple):
+            return self._joined(node, source)
         if not isinstance(source, Node) or source not in self.digits:
             return None
         digit = self.digits[source]
         if name == "expand":
             node.args = (source, _kept(node.args[1], digit.axis - len(_old(source))), *node.args[2:])  # type: ignore[arg-type]
             return Digit(digit.axis + len(_old(node)) - len(_old(source)), digit.inner)
-        if name == "slice":
-            _take_all(node, digit.axis, _old(source))
+        if name == "getitem":
             return digit
+        if name in _PARTS:
+            return self._part(node, source, digit)
         if name not in _ORDERED:
             return None
         place = self._place(_old(source), digit, _old(node))
@@ -106,6 +116,45 @@ class _Followed(Symbolic):
             sizes = [-1 if axis == place.axis else length for axis, length in enumerate(_old(node))]
             node.target, node.args, node.kwargs = aten.reshape.default, (source, sizes), {}
         return place
+
+    def _joined(self, node: Node, parts: Sequence[Any]) -> Digit | None:
+        """The image where parts are joined along the axis that it is in: as far behind as in each of them."""
+        digits = {self.digits.get(part) for part in parts}
+        dim = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)) % len(_old(node))  # type: ignore[arg-type]
+        digit = digits.pop() if len(digits) == 1 else None
+        return digit if digit is not None and digit.axis == dim else None
+
+    def _part(self, node: Node, source: Node, digit: Digit) -> Digit:
+        """Let what takes parts of an axis along which the images are take the same parts of any number of them."""
+        given: dict[str, Any] = dict(zip(_PARTS[operator_name(node)], node.args[1:], strict=False)) | node.kwargs
+        axis, length = int(given.get("dim", 0)) % len(_old(source)), _old(source)[digit.axis]
+        if axis != digit.axis:
+            return digit
+        if "split_sizes" in given or "split_size" in given:
+            sizes = given.get("split_sizes") or [given["split_size"]] * -(-length // given["split_size"])
+            node.target = aten.split_with_sizes.default
+            node.args, node.kwargs = (source, [self._of_any(node, each, digit) for each in sizes], axis), {}
+            return digit
+        start, end = (
+            each + length if each < 0 else each for each in (given.get("start") or 0, given.get("end", _LAST))
+        )
+        if given.get("step", 1) != 1:
+            raise LostError("batch-split", "takes some of the images")
+        ends = [self._of_any(node, start, digit), _LAST if end >= length else self._of_any(node, end, digit)]
+        node.args, node.kwargs = (source, axis, *ends), {}
+        return digit
+
+    def _of_any(self, node: Node, count: int, digit: Digit) -> Node | int:
+        """`count` elements of an axis, which are all images so many times, for as many images as there are."""
+        times, rest = divmod(count, self.images * digit.inner)
+        if rest:
+            raise LostError("batch-split", "takes some of the images")
+        if times == 0:
+            return 0
+        with node.graph.inserting_before(node):
+            made = node.graph.call_function(operator.mul, (self.size, times * digit.inner))
+        self.value(made)
+        return made
 
     def _place(self, before: Sequence[int], digit: Digit, after: Sequence[int]) -> Digit:
         """The axis of `after`, the same elements as `before`, that the image is in now."""
@@ -128,37 +177,61 @@ class _Followed(Symbolic):
     def _mended(self, node: Node, read: Sequence[Node]) -> Any:
         """The value of `node`; operands that were made for the batch, equal for all images, are made for any."""
         try:
-            return self.value(node)
+            value = self.value(node)
         except Exception as error:
             if not self._make_for_any(node, read):
                 if isinstance(error, LostError):
                     raise
                 raise LostError("batch-refused", f"takes no other batch ({first_line(error)})") from error
-        return self.value(node)
+            return self.value(node)
+        if not follows(value) and self._make_for_any(node, read):
+            return self.value(node)  # it had the batch of such an operand
+        return value
 
     def _make_for_any(self, node: Node, read: Sequence[Node]) -> bool:
         """Whether some operand of `node` that does not follow the batch was replaced by one that does."""
         follower = max(read, key=lambda each: len(_old(each)))
         digit, size = self.digits[follower], _old(follower)
-        joins = operator_name(node) in ("cat", "concat", "stack")
+        joins = operator_name(node) in (*_JOINS, "stack")
+        indices = _indices(node, follower)
         changed = False
         for operand in list(node.all_input_nodes):
             if operand in self.digits or not _old(operand):
                 continue
             axis = digit.axis if joins else digit.axis - len(size) + len(_old(operand))
+            axis = 0 if operand in indices else axis
             if axis < 0 or axis >= len(_old(operand)) or _old(operand)[axis] != size[digit.axis]:
                 continue
-            if joins or size[digit.axis] > 1:  # else it broadcasts as it is
-                node.replace_input_with(operand, self._for_any(node, operand, axis, size[digit.axis], digit.inner))
-                changed = True
+            numbers = operand in indices[digit.axis : digit.axis + 1]
+            length = size[digit.axis]
+            many = self._numbered(node, operand) if numbers else self._for_any(node, operand, axis, length, digit.inner)
+            node.replace_input_with(operand, many)
+            changed = True
         return changed
+
+    def _numbered(self, node: Node, operand: Node) -> Node:
+        """The number of each image, for as many as there are, in place of a constant [images, 1, ..] that holds it."""
+        numbers = self._constant(node, operand)
+        if bool((numbers.movedim(0, -1) != torch.arange(self.images)).any()):
+            raise LostError("images-differ", f"reads {operand.name}, which puts images in another order")
+        with node.graph.inserting_before(node):
+            counted = node.graph.call_function(aten.arange.default, (self.size,))
+            many = node.graph.call_function(aten.reshape.default, (counted, [-1, *[1] * (numbers.dim() - 1)]))
+        for made in (counted, many):
+            made.meta = {**operand.meta}
+            self.value(made)
+        self.digits[many] = Digit(0)
+        return many
+
+    def _constant(self, node: Node, operand: Node) -> Tensor:
+        if not self.graph_view.is_constant(operand.name):
+            raise LostError("batch-in-input", f"reads {operand.name}, which follows another input and no image")
+        return torch.from_numpy(self.graph_view.constant(operand.name))
 
     def _for_any(self, node: Node, operand: Node, axis: int, length: int, inner: int) -> Node:
         """A constant [.., length, ..] that says the same for every image, for as many images as there are."""
-        if not self.graph_view.is_constant(operand.name):
-            raise LostError("batch-in-input", f"reads {operand.name}, which follows another input and no image")
         part = length // self.images
-        values = torch.from_numpy(self.graph_view.constant(operand.name))
+        values = self._constant(node, operand)
         images = values.unflatten(axis, (-1, part))
         if inner != part or not bool((images == images.narrow(axis, 0, 1)).all()):
             raise LostError("images-differ", f"reads {operand.name}, whose numbers differ from image to image")
@@ -192,7 +265,7 @@ class _Followed(Symbolic):
         if len(axes) > 1:
             raise LostError("images-mixed", "pairs images with each other")
         if value.dim() != len(old):
-            raise LostError("batch-dropped", f"gives {value.dim()} axes for any batch and {len(old)} for its own")
+            raise LostError("batch-dropped", "takes away the axis of its images")
         grown = [axis for axis in range(len(old)) if axis not in axes and value.shape[axis] != old[axis]]
         if grown or old[axes[0]] % self.images:
             raise LostError("batch-split", "gives sizes that do not follow the batch")
@@ -223,18 +296,10 @@ def _kept(sizes: Any, axis_from_end: int) -> list[Any]:
     return [-1 if index == place else length for index, length in enumerate(sizes)]
 
 
-def _take_all(node: Node, axis: int, old: Sequence[int]) -> None:
-    """Let a slice along the batch that takes all of it take all of any."""
-    given = dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False))
-    dim = given.get("dim", 0)
-    assert isinstance(dim, int)
-    dim %= len(old)
-    if dim != axis:
-        return
-    start, end, step = (given.get(name) for name in ("start", "end", "step"))
-    if start not in (None, 0) or step not in (None, 1) or (isinstance(end, int) and end < old[axis]):
-        raise LostError("batch-split", "takes some of the images")
-    node.args = (node.args[0], dim, 0, _LAST, 1)
+def _indices(node: Node, source: Node) -> list[object]:
+    """What `node` indexes `source` with, axis by axis; none where it does something else."""
+    indexes = operator_name(node) == "index" and node.args[0] is source
+    return list(node.args[1]) if indexes else []  # type: ignore[arg-type]
 
 
 def _unlikely(rest: int, inner: int, beside: int | None) -> int:

@@ -6,9 +6,9 @@ followed from the inputs through every operation (`batch_followed`). Either way 
 """
 
 import copy
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,23 +109,27 @@ class OpenBatch(Pass[GraphModule]):
         if self.wider is not None:
             module, size = _copied(graph)
             yield compare(module, self.wider, size) or _cleaned(module, size)
-        inputs = symbolic(self.example, open_inputs, next(prime for prime in PRIMES if prime != batch))
-        ways: dict[object, int] = {}
-        for number in range(MOST_TRIES):
-            chosen = _way(ways, number)
-            if chosen is None:
-                return
+        images = next(prime for prime in PRIMES if prime != batch)
+        chosen: dict[Any, int] = {}
+        for _ in range(MOST_TRIES):
             module, size = _copied(graph)
+            inputs = symbolic(self.example, open_inputs, images)  # anew: a wrong way may settle the batch
             guesses = Guesses(chosen)
             yield follow(module, inputs, batch, size, guesses) or _cleaned(module, size)
-            ways |= guesses.met
+            following = _next_way(guesses)
+            if following is None:
+                return
+            chosen = following
 
 
-def _way(ways: dict[object, int], number: int) -> dict[object, int] | None:
-    """The `number`-th choice among so many ways each; None where there are no more."""
-    combined = itertools.product(*(range(count) for count in ways.values()))
-    chosen = next(itertools.islice(combined, number, None), None)
-    return None if chosen is None else dict(zip(ways, chosen, strict=True))
+def _next_way(tried: Guesses) -> dict[Any, int] | None:
+    """The way that differs from one that failed in its last choice that has another; None where none has."""
+    met = list(tried.met.items())
+    while met:
+        last, count = met.pop()
+        if tried.chosen.get(last, 0) + 1 < count:
+            return {**{key: tried.chosen.get(key, 0) for key, _ in met}, last: tried.chosen.get(last, 0) + 1}
+    return None
 
 
 def _placeholders(graph: GraphModule) -> list[Node]:

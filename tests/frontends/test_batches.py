@@ -60,6 +60,20 @@ def test_a_file_with_a_batch_of_one_is_opened(files: Path, name: str) -> None:
     torch.testing.assert_close(found, one_by_one(Pictures(1).eval(), 1), rtol=1e-4, atol=1e-5)
 
 
+def test_a_batch_that_code_settles_for_is_found_where_no_example_is_given(tmp_path: Path) -> None:
+    """Also in a file whose axis is open and whose reshapes are not, as torch's older exporter writes them."""
+    pytest.importorskip("onnx")
+    torch.onnx.export(
+        Pictures(2).eval(), (PICTURES[:2],), tmp_path / "two.onnx", dynamo=False, opset_version=17,
+        input_names=["x"], dynamic_axes={"x": {0: "batch"}},
+    )  # fmt: skip
+    for source, batch in ((load_source(Pictures(64), input_size="3x8x8"), 64), (load_source(tmp_path / "two.onnx"), 2)):
+        assert (len(source.example_inputs[0]), fixed_batch(source)) == (batch, batch)
+        with torch.no_grad():
+            found = any_batch(source)(PICTURES)
+        torch.testing.assert_close(found, one_by_one(Pictures(1).eval(), 1), rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def converted(files: Path) -> Conversion:
     return ar.convert(files / "dynamo.onnx", variant="l1", calibration=PICTURES)

@@ -88,12 +88,41 @@ class Windowed(Model):
         return F.pad(self.proj(out.transpose(1, 2).reshape(b, 4, WIDTH)), (0, 0, 1, 0))
 
 
+class Stacked(Model):
+    """Queries, keys and values behind each other along the axis of the images, heads folded in; then taken apart."""
+
+    def attend(self, x: Tensor, b: int) -> Tensor:
+        stacked = self.qkv(x).view(b, TOKENS, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        q, k, v = stacked.reshape(3 * b, HEADS, TOKENS, WIDTH // HEADS).split(b)
+        k, v = torch.cat([k, v]).reshape(2, b * HEADS, TOKENS, WIDTH // HEADS).unbind(0)
+        out = (q.flatten(0, 1) @ k.mT / 2).softmax(-1) @ v
+        return self.proj(out.view(b, HEADS, TOKENS, -1).transpose(1, 2).reshape(b, TOKENS, WIDTH))
+
+
+class Indexed(Model):
+    """Rows and images picked by numbers, a pooling that is a product, tokens written into zeros."""
+
+    def tokens(self, x: Tensor, b: int) -> Tensor:
+        made = torch.zeros(b, TOKENS, WIDTH)
+        made[:b, 1:] = x
+        made[:, :1] = self.token
+        return made
+
+    def answer(self, x: Tensor) -> Tensor:
+        b = self.batch(x)
+        pooled = torch.bmm(torch.ones(b, 1, TOKENS) / TOKENS, x)[:, 0]
+        rows = x.gather(1, torch.full((b, 1, WIDTH), 2))[:, 0]
+        return self.head(x[torch.arange(b), torch.zeros(b, dtype=torch.int64)] + rows + pooled)
+
+
 SPELLINGS: dict[str, type[Model]] = {
     "a class token expanded, a view": Model,
     "heads folded into the batch": Folded,
     "tokens first": TokensFirst,
     "tensors made for the batch": Made,
     "windows": Windowed,
+    "stacked along the images": Stacked,
+    "indexed and written": Indexed,
 }
 
 
