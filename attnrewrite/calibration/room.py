@@ -28,6 +28,16 @@ def room(execution: Execution, device: str = "cpu") -> int:
     return free // 2 if execution.memory is None else min(execution.memory - held, free)
 
 
+def require_room(execution: Execution, device: str = "cpu") -> None:
+    """Raise InputError where --memory is less than what is held before any picture is read."""
+    if execution.memory is not None and room(execution, device) <= 0:
+        lacking = format_bytes(-room(execution, device))
+        raise InputError(
+            f"--memory {format_bytes(execution.memory)} is {lacking} less than the model and the libraries take before "
+            "any picture is read: give a larger one"
+        )
+
+
 def sized(
     pool: Pool, what: str, call: Callable[..., Any], execution: Execution, device: str = "cpu", reserved: int = 0
 ) -> Pool:

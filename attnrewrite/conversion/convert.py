@@ -10,11 +10,12 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import Processes, joined_processes
+from attnrewrite.calibration.room import require_room
 from attnrewrite.calibration.stages import HELD_OUT_SHARE
 from attnrewrite.conversion.forming import Forming
 from attnrewrite.conversion.proof import prove, require_sound
 from attnrewrite.conversion.record import Conversion
-from attnrewrite.conversion.sites import fates_of, groups_without, kept_sites, require_some, site_report
+from attnrewrite.conversion.sites import fates_of, groups_without, kept_sites, require_grid, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.frontends.batches import image_size_of, input_names, opened, tell_fixed
 from attnrewrite.frontends.capture import Captured, capture
@@ -68,11 +69,14 @@ def convert_source(
     captured, found = replace(captured, module=scanned.graph.module), scanned.scan
     fates = fates_of(found, variant, kept)
     possible = [site for site in found.sites if fates[site.id] is None]
+    require_grid(found, variant)
     require_some(found, possible, variant, fates)
     if images is not None:
         _require_float32(captured, possible)
     pool = None if images is None else _pool(images, source, captured)
     processes = Processes() if pool is None else joined_processes()
+    if pool is not None:
+        require_room(execution, processes.device)
     proof = prove(source, scanned, possible, keep_bad, execution.report)
     forming = Forming(captured, scanned, proof, variant, pool, calibration.steps, execution, processes)
     sound = [site for site in possible if site.id not in proof.faults]

@@ -5,12 +5,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnrewrite.errors import NothingMatchedError, Refusal, unknown_name
+from attnrewrite.errors import InputError, NothingMatchedError, Refusal, unknown_name
 from attnrewrite.passes.verify import SiteError
 from attnrewrite.request import names
 from attnrewrite.selection.problem import Auto
-from attnrewrite.site import AttentionSite, Scan
+from attnrewrite.site import AttentionSite, Grid, Scan
 from attnrewrite.variants.base import Variant, refusal_of
+from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.registry import get_variant, option_values
 
 
@@ -51,6 +52,18 @@ def kept_sites(found: Scan, keep: str | Sequence[str] | None) -> frozenset[str]:
 def groups_without(found: Scan, kept: frozenset[str]) -> dict[str, tuple[str, ...]]:
     """The members of each group of heads of which none is kept, by the group's id."""
     return {group.id: group.members for group in found.groups if kept.isdisjoint(group.members)}
+
+
+def require_grid(found: Scan, variant: Variant | Auto) -> None:
+    """Raise InputError where a grid was told (--option grid=...) of a number of tokens that no site has."""
+    variants = variant.candidates if isinstance(variant, Auto) else (variant,)
+    counts = sorted({site.n_queries for site in found.sites if site.axis == "token"})
+    for grid in (Grid.parse(each.grid) for each in variants if isinstance(each, LinearVariant) and each.grid):
+        if counts and grid.tokens not in counts:
+            raise InputError(
+                f"grid={grid} is of {grid.tokens} tokens, and the attention of {found.model} has "
+                f"{' or '.join(map(str, counts))}: tell the grid of one of these"
+            )
 
 
 def require_some(

@@ -79,6 +79,9 @@ def test_a_budget_is_what_this_process_may_hold(monkeypatch: pytest.MonkeyPatch)
     budgets = {"500MiB": 200, "5GiB": 1000, "200MiB": -100}
     assert {text: room.room(Execution(memory=text)) // MIB for text in budgets} == budgets
     assert room.room(Execution()) == 500 * MIB
+    room.require_room(Execution(memory="301MiB"))
+    with pytest.raises(InputError, match=r"--memory 200.0 MiB is 100.0 MiB less than the model and the libraries take"):
+        room.require_room(Execution(memory="200MiB"))
 
 
 @pytest.mark.parametrize("variant", ["l1", "additive"])

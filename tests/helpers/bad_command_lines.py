@@ -169,6 +169,11 @@ CASES: dict[str, tuple[str, int, str]] = {
     "no head by count": (f"{CONVERT} --variant masked --option heads=0", 2, "masked: heads=0 masks nothing"),
     "no head": (f"{CONVERT} --variant masked --option heads=0", 2, "masked: heads=0 masks nothing: give a count of at"),
     "a square beyond the grid": (f"{CONVERT} --variant masked --option size=99", 3, "size=99 reaches beyond its grid"),
+    "a grid of other tokens": (
+        f"{CONVERT} --variant masked --option grid=9x9+1",
+        2,
+        "grid=9x9+1 is of 82 tokens, and the attention of vit has ",
+    ),
     "half a place": (f"{CONVERT} --variant masked --option size=3.5", 2, "masked: size='3.5' is not a whole number"),
     "a share above one": (
         f"{CONVERT} --variant masked --option tolerance=2",
