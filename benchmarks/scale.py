@@ -2,8 +2,10 @@
 and what it wrote to temporary files.
 
     python benchmarks/scale.py [--models deit-tiny deit-small] [--pictures 256] [--memory 4GiB] [--variant l1]
+    python benchmarks/scale.py --auto 0.5 --source FILE.py:FACTORY --checkpoint FILE --data FILE.npz [--pictures 1000]
 
-Random weights and pictures, each model in a process of its own. A forward pass is that of all pictures in eager torch,
+With --auto POINTS, `--variant auto --max-drop POINTS` over the published forms on a trained model; else
+random weights and pictures, each model in a process of its own. A forward pass is that of all pictures in eager torch,
 by the same threads in batches of 16, measured on two of them in the same process. Times are those of the processors
 together, so that what else the machine does falls on neither; with a GPU, which calibration uses where there is one,
 forward passes run there, too, and times are those on the clock.
@@ -14,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from rich.table import Table
 import attnrewrite as ar
 from attnrewrite.calibration.stage import peak_memory
 from attnrewrite.evaluation.latency import environment
+from attnrewrite.frontends.sources import load_source
 from attnrewrite.frontends.torchvision import import_torchvision
 from attnrewrite.resources import format_bytes
 
@@ -37,7 +41,7 @@ MODELS = {  # name: timm's name, the pictures' side
     "deit-tiny-512": ("deit_tiny_patch16_224", 512),
     "deit-tiny-1024": ("deit_tiny_patch16_224", 1024),
 }
-BATCH, PASSES = 16, 2
+BATCH, PASSES, LONG = 16, 2, 32
 GPU = torch.cuda.is_available()
 
 
@@ -60,15 +64,15 @@ def seconds() -> float:
 
 
 @torch.no_grad()
-def forward_seconds(model: torch.nn.Module, side: int) -> float:
-    """Seconds of a forward pass, for one picture."""
+def forward_seconds(model: torch.nn.Module, size: Sequence[int], passes: int = PASSES) -> float:
+    """Seconds of a forward pass, for one picture [C, H, W]."""
     device = "cuda" if GPU else "cpu"
-    pictures = torch.randn(BATCH if side <= 224 else 1, 3, side, side, device=device)
+    pictures = torch.randn(BATCH if max(size) <= 224 else 1, *size, device=device)
     model.to(device)(pictures)
     started = seconds()
-    for _ in range(PASSES):
+    for _ in range(passes):
         model(pictures)
-    found = (seconds() - started) / PASSES / len(pictures)
+    found = (seconds() - started) / passes / len(pictures)
     model.to("cpu")
     return found
 
@@ -76,7 +80,7 @@ def forward_seconds(model: torch.nn.Module, side: int) -> float:
 def measured(name: str, pictures: int, variant: str, memory: str | None, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     model, side = built(name)
-    one = forward_seconds(model, side)
+    one = forward_seconds(model, (3, side, side))
     images = torch.randint(0, 256, (pictures, 3, side, side), dtype=torch.uint8)
     example = (torch.randn(1, 3, side, side),)
     started = seconds()
@@ -93,6 +97,46 @@ def measured(name: str, pictures: int, variant: str, memory: str | None, threads
     return {
         "model": name, "pictures": pictures, "forward_seconds": one * pictures, "notes": [s["notes"] for s in stages],
         "rows": rows, "environment": environment(threads),
+    }  # fmt: skip
+
+
+def chosen(asked: argparse.Namespace) -> dict[str, Any]:
+    """What --variant auto takes on a trained model: candidates alone, choices, the fit of the last, the rest."""
+    torch.set_num_threads(asked.threads)
+    how = {name: getattr(asked, name) for name in ("checkpoint", "input_size", "mean", "std") if getattr(asked, name)}
+    source = load_source(asked.source, **how)
+    before = forward_seconds(source.model, source.input_size, passes=LONG)
+    started = seconds()
+    ends: dict[str, float] = {}
+
+    def progress(what: str, done: int, total: int) -> None:
+        ends["checks" if "check" in what else what] = seconds()
+
+    done = ar.convert(
+        source, variant="auto", max_drop=asked.auto, candidates="published", calibration=asked.data,
+        samples=asked.pictures, memory=asked.memory, threads=asked.threads, progress=progress,
+    )  # fmt: skip
+    ended = seconds()
+    one = (before + forward_seconds(source.model, source.input_size, passes=LONG)) / 2
+    fit = sum(stage["seconds" if GPU else "cpu_seconds"] for stage in done.report["calibration"]["stages"])
+    spent = {
+        "capture, checks": ends["checks"] - started,
+        "candidates alone": ends["candidates"] - ends["checks"],
+        "choices, check of the result": ended - ends["candidates"] - fit,
+        "fit of what was chosen": fit,
+        "the whole": ended - started,
+    }
+    rows = [(what, each, peak_memory(), 0) for what, each in spent.items()]
+    told = done.report["selection"]
+    measured = [each for each in told["frontier"] if each["kind"] == "measured"]
+    notes = [
+        f"{len(measured)} choices measured, {sum(each['holds'] for each in measured)} hold; "
+        f"{told['promise']['replaced']} of {len(told['sites'])} sites replaced, {told['promise']['points']:.2f} points "
+        f"lost, at most {told['promise']['bound']:.2f}"
+    ]
+    return {
+        "model": source.name, "pictures": asked.pictures, "forward_seconds": one * asked.pictures, "notes": notes,
+        "rows": rows, "environment": environment(asked.threads),
     }  # fmt: skip
 
 
@@ -116,8 +160,17 @@ def main() -> None:
     parser.add_argument("--variant", default="l1")
     parser.add_argument("--memory")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--auto", type=float, metavar="POINTS")
+    for name in ("--source", "--checkpoint", "--data", "--input-size"):
+        parser.add_argument(name, help="of a trained model, for --auto")
+    for name in ("--mean", "--std"):
+        parser.add_argument(name, type=lambda text: [float(part) for part in text.split(",")])
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.auto is not None:
+        found = chosen(asked)
+        Console().print(shown(found), *found["notes"])
+        return
     if asked.one:
         print(json.dumps(measured(asked.models[0], asked.pictures, asked.variant, asked.memory, asked.threads)))
         return

@@ -208,7 +208,9 @@ class Workplace:
             Segments(given.teacher, self.images, processes, self.store()) as teacher,
             Segments(given.student, self.images, processes, self.store()) as student,
         ):
-            yield teacher, student, importance(given.teacher, self.images, processes, energy)
+            known = given.weights
+            weights = importance(given.teacher, self.images, processes, energy) if known is None else known(self.images)
+            yield teacher, student, weights
 
 
 def fit_points(student: GraphModule) -> list[Point]:

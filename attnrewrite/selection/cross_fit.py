@@ -1,13 +1,14 @@
-"""What a plan loses on every calibration image, each measured by a model that was not fitted to it."""
+"""What a plan loses on the calibration images, each measured by a model that was not fitted to it."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from attnrewrite.calibration.fit import Fit
+from attnrewrite.calibration.importance import Importance, importance
 from attnrewrite.calibration.processes import Processes, placed
 from attnrewrite.calibration.stage import StageInput
 from attnrewrite.calibration.stages import split
@@ -15,35 +16,59 @@ from attnrewrite.images.pool import Pool
 from attnrewrite.plan import Plan
 from attnrewrite.request import Execution
 from attnrewrite.selection.problem import Extraction
-from attnrewrite.variants.registry import get_variant
 
 FOLDS = 2
 
 
-def cross_fitted(
-    extraction: Extraction, plan: Plan, images: Pool, execution: Execution, processes: Processes
-) -> Tensor:
-    """The logits [images, classes] of the original rewritten by `plan`, in float64.
-
-    The images are dealt into FOLDS; each fold goes through a model that was fitted, in closed form, to the others.
+@dataclass(frozen=True)
+class CrossFit:
+    """The images, dealt into FOLDS: each fold goes through a model that was fitted, in closed form, to the others. What
+    the original's tokens count is found once for all plans.
     """
-    softmax = Plan(plan.model, tuple(replace(each, variant=get_variant("softmax")) for each in plan.placements))
-    outputs: dict[int, Tensor] = {}
-    for fitting, measuring in _folds(len(images.images)):
-        teacher, student = extraction.rewritten(softmax), extraction.rewritten(plan)
-        with placed(processes.device, extraction.original, teacher, student):
-            given = StageInput(
-                extraction.original, teacher, student, *split(images.take(fitting)), execution, processes
-            )
-            Fit(name="fit for the selection").run(given)
-            batch = given.measuring.batch_size  # what memory has room for
-            found = replace(images.take(measuring), batch_size=batch).outputs(student, processes.device)
-        outputs |= dict(zip(measuring.tolist(), found.cpu(), strict=True))
-    return torch.stack([outputs[index] for index in range(len(images.images))])
+
+    extraction: Extraction
+    images: Pool
+    execution: Execution
+    processes: Processes
+
+    def outputs(self, plan: Plan) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """For each fold, the numbers of its images and their logits, float64 [images, classes], of the original
+        rewritten by `plan`, which has a placement for every site.
+        """
+        original, teacher = self.extraction.original, self.extraction.teacher
+        for fold in self._folds:
+            student = self.extraction.rewritten(plan)
+            with placed(self.processes.device, original, teacher, student):
+                given = StageInput(
+                    original, teacher, student, *split(self.images.take(fold.fitting)), self.execution, self.processes,
+                    fold.weights,
+                )  # fmt: skip
+                Fit(name="fit for the selection").run(given)
+                batch = given.measuring.batch_size  # what memory has room for
+                measuring = replace(self.images.take(fold.measuring), batch_size=batch)
+                yield fold.measuring, measuring.outputs(student, self.processes.device).cpu()
+
+    @cached_property
+    def _folds(self) -> "tuple[_Fold, ...]":
+        number = np.arange(len(self.images.images)) % FOLDS
+        return tuple(
+            _Fold(self.extraction, self.processes, np.flatnonzero(number != index), np.flatnonzero(number == index))
+            for index in range(FOLDS)
+        )
 
 
-def _folds(count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each fold, the numbers of the images to fit and of those to measure."""
-    fold = np.arange(count) % FOLDS
-    for index in range(FOLDS):
-        yield np.flatnonzero(fold != index), np.flatnonzero(fold == index)
+@dataclass(frozen=True)
+class _Fold:
+    """The numbers of the images to fit and of those to measure, and what the tokens of the former count."""
+
+    extraction: Extraction
+    processes: Processes
+    fitting: np.ndarray
+    measuring: np.ndarray
+    _known: dict[int, Importance] = field(default_factory=dict)
+
+    def weights(self, images: Pool) -> Importance:
+        """What the tokens of `images`, those to fit, count. A number for each token stays in memory."""
+        if images.batch_size not in self._known:
+            self._known[images.batch_size] = importance(self.extraction.teacher, images, self.processes)
+        return self._known[images.batch_size]

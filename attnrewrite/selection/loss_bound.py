@@ -49,6 +49,11 @@ class LossMeter:
         """A meter whose probabilities are tempered to the labels' likelihood."""
         return LossMeter(original, labels, 1.0 if labels is None else _temperature(original, labels))
 
+    def of_images(self, chosen: np.ndarray) -> "LossMeter":
+        """The same for some of the images: their numbers, or which of all they are."""
+        labels = None if self.labels is None else self.labels[chosen]
+        return LossMeter(self.original[torch.from_numpy(chosen)], labels, self.temperature)
+
     @property
     def measure(self) -> str:
         return AGREEMENT if self.labels is None else TOP1

@@ -20,7 +20,7 @@ from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Execution
 from attnrewrite.selection.costs import Costs, Timer, estimated, measured, priced, timer_of
-from attnrewrite.selection.cross_fit import cross_fitted
+from attnrewrite.selection.cross_fit import CrossFit
 from attnrewrite.selection.loss_bound import Loss, LossMeter
 from attnrewrite.selection.problem import Auto, Extraction, described
 from attnrewrite.selection.trials import trials
@@ -28,7 +28,7 @@ from attnrewrite.targets.base import get_target
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
 
-SCAN_FITTED, SCAN_HELD_OUT = 160, 256  # how many images fit a candidate that stands alone, and how many measure it
+SCAN_FITTED, SCAN_HELD_OUT = 96, 128  # how many images fit a candidate that stands alone, and how many measure it
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,9 @@ class Measurements:
 
     def _scan(self) -> dict[str, list[dict[str, Any]]]:
         fitted, held_out, measuring = self._scan_images()
-        labels = self.images.images.y
         extraction = self.extraction
-        softmax = self._plan({site.id: get_variant("softmax") for site in extraction.sites})
-        student = extraction.rewritten(softmax)
-        meter = LossMeter(
-            self.meter.original[torch.from_numpy(measuring)],
-            None if labels is None else labels[measuring],
-            self.meter.temperature,
-        )
+        student = extraction.rewritten(self._plan(self._softmax))
+        meter = self.meter.of_images(measuring)
         found: dict[str, list[dict[str, Any]]] = {site.id: [] for site in extraction.sites}
         with placed(self.processes.device, extraction.original, extraction.teacher, student):
             given = StageInput(
@@ -128,13 +122,30 @@ class Measurements:
             return prices if isinstance(prices, Costs) else estimated(*asked, f"{self.timer}; {prices.sentence}")
         return measured(self.timer, self.extraction, self.auto.candidates, self.execution)
 
+    @cached_property
+    def _cross_fit(self) -> CrossFit:
+        return CrossFit(self.extraction, self.images, self.execution, self.processes)
+
+    def _too_much(self, logits: Tensor) -> bool:
+        """Whether a loss is beyond --max-drop already, where images that were not measured have the original's answer:
+        none of them could make up for it.
+        """
+        budget = self.auto.budget.max_drop
+        return budget is not None and self.meter.loss(logits).bound > budget
+
     def loss(self, standing: Mapping[str, Variant]) -> Loss:
-        """What the model loses with these variants at its sites, every image measured by a model not fitted to it."""
-        plan = self._plan(standing)
+        """What the model loses with these variants at its sites, every image measured by a model not fitted to it; on a
+        part of the images, where that alone is more than --max-drop.
+        """
+        plan = self._plan({**self._softmax, **standing})
 
         def measure() -> dict[str, Any]:
-            logits = cross_fitted(self.extraction, plan, self.images, self.execution, self.processes)
-            return asdict(self.meter.loss(logits))
+            logits, seen = self.meter.original.clone(), np.zeros(len(self.images.images), bool)
+            for numbers, found in self._cross_fit.outputs(plan):
+                logits[torch.from_numpy(numbers)], seen[numbers] = found, True
+                if self._too_much(logits):
+                    break
+            return asdict(self.meter.of_images(seen).loss(logits[torch.from_numpy(seen)]))
 
         return Loss(**self._kept(f"loss of {self._described(standing)}", measure))
 
@@ -153,6 +164,10 @@ class Measurements:
             return timer.ratio(extraction.original, converted, extraction.example)
 
         return self._kept(f"time of {self._described(standing)}", lambda: self._owners(measure))
+
+    @property
+    def _softmax(self) -> dict[str, Variant]:
+        return {site.id: get_variant("softmax") for site in self.extraction.sites}
 
     def _plan(self, standing: Mapping[str, Variant]) -> Plan:
         sites = [site for site in self.extraction.sites if site.id in standing]

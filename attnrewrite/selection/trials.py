@@ -36,8 +36,8 @@ class Trial:
 
 def trials(given: StageInput, sites: Sequence[AttentionSite], candidates: Sequence[Variant]) -> Iterator[Trial]:
     """Every candidate at every site, in network order. Teacher and student are the same graph, with softmax at the
-    rewritten sites; the student is changed meanwhile, and as it was in the end. The fit of the linear maps counts where
-    it brings the output on the held-out images closer to the teacher's.
+    rewritten sites; the student is changed meanwhile, and as it was in the end. Where there are too few images for the
+    fit of the linear maps to see whether it helps, it counts if the held-out images say so.
     """
     by_id = {site.id: site for site in sites}
     points = fit_points(given.student)
@@ -83,7 +83,8 @@ class _Network:
             return Trial(site.id, number, None, refusal.sentence)
         undo = [point.undo() for point in near]
         try:
-            found = [self._outputs() for _ in self._fitting(site, variant, near)]
+            chooses = bool(self.teacher.images.parts)  # enough images for the fit to see by itself whether it helps
+            found = [self._outputs() for done in self._fitting(site, variant, near) if done or not chooses]
             return Trial(site.id, number, min(found, key=lambda each: divergence(self.given.wanted, each)), None)
         except (CheckFailedError, torch.linalg.LinAlgError) as error:
             return Trial(site.id, number, None, str(error))
@@ -91,23 +92,23 @@ class _Network:
             for restore in undo:
                 restore()
 
-    def _fitting(self, site: AttentionSite, variant: Variant, near: Sequence[Point]) -> Iterator[None]:
+    def _fitting(self, site: AttentionSite, variant: Variant, near: Sequence[Point]) -> Iterator[bool]:
         """Put `variant` at the first point of `near` and refine it; then fit the linear maps of all points to the
-        teacher. It stops after each of the two.
+        teacher. It stops after each of the two, and says whether that was all.
         """
         fit = Fit(name="selection")
         first = near[0]
         assert first.site is not None
         first.site.form = variant.build(site).to(self.given.processes.device)
         first.site.form.refine(lambda: teacher_heads(self.teacher, first.node.name))
-        yield
+        yield False
         for point in near:
             if point is not first and point.site is not None:
                 break  # another site before any linear map: it is fitted when its own turn comes
             if point.branch is not None:
                 point.branch.change(fit.residual_fit(point.branch, self.teacher, self.student, self.weights))
             check_finite(fit.name, point)
-        yield
+        yield True
 
     def _outputs(self) -> Tensor:
         """The network's first output for each held-out image, float64 [images, ...]."""

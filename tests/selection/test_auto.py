@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,30 @@ def test_an_interrupted_selection_goes_on_to_the_same_weights(
     assert "candidates" not in begun
     assert again.report["selection"] == dropped.report["selection"]
     assert all(torch.equal(a, b) for a, b in zip(again.module.parameters(), dropped.module.parameters(), strict=True))
+
+
+def test_a_choice_that_loses_too_much_on_one_fold_is_not_fitted_on_the_other(
+    labelled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frontier tells on how many images it was measured; what holds is measured on all."""
+    fitted = []
+
+    def outputs(self: measurements.CrossFit, plan: Plan) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
+        right = torch.nn.functional.one_hot(torch.from_numpy(self.images.images.y), 5) * 9.0
+        given_up = all(placement.variant.name != "softmax" for placement in plan.placements)
+        for fold in (np.arange(0, COUNT, 2), np.arange(1, COUNT, 2)):
+            fitted.append((given_up, int(fold[0])))
+            yield fold, (right[fold].flip(1) if given_up else right[fold]).double()
+
+    monkeypatch.setattr(measurements.CrossFit, "outputs", outputs)
+    done = ar.convert(
+        encoder().eval(), INPUTS, variant="auto", max_drop=8.0, candidates=FEW, calibration=labelled
+    ).report["selection"]
+    measured = [each for each in done["frontier"] if each["kind"] == "measured"]
+    assert {each["images"] for each in measured if each["holds"]} == {COUNT}
+    assert {each["images"] for each in measured if not each["holds"]} == {COUNT // 2}
+    assert (True, 0) in fitted
+    assert (True, 1) not in fitted
 
 
 def test_what_cannot_be_promised_or_found_says_so(images: torch.Tensor, labelled: list) -> None:
