@@ -17,12 +17,12 @@ from attnrewrite.conversion.proof import prove, require_sound
 from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import fates_of, groups_without, kept_sites, require_grid, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
-from attnrewrite.frontends.batches import image_size_of, input_names, opened, tell_fixed
+from attnrewrite.frontends.batches import image_size_of, input_names, opened, require_taken, tell_fixed
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.pool import Pool
-from attnrewrite.images.several import load_several
+from attnrewrite.images.several import Several, load_several
 from attnrewrite.passes.fx.join_heads import with_joined_heads
 from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.site_module import written_value
@@ -136,6 +136,8 @@ def calibration_images(source: Source, request: Calibration, seed: int) -> Image
         )
     if len(names) > 1:
         images = load_several(request.images, source.example_inputs, names)
+        assert isinstance(images.x, Several)
+        require_taken(source, images.x.values)
     else:
         images = load_images(request.images, request.skip_bad)
     images.check(source.preprocessing, size)

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from attnrewrite.errors import InputError, Refusal
+from attnrewrite.errors import InputError, Refusal, first_line
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.preprocessing import Size
@@ -80,6 +81,24 @@ def require_pictures(source: Source) -> None:
             f"{source.name} takes {len(names)} inputs ({', '.join(names)}), and only models of pictures are evaluated: "
             "call the converted module on your own data"
         )
+
+
+@torch.no_grad()
+def require_taken(source: Source, values: Sequence[Tensor]) -> None:
+    """Raise InputError where the model does not take the items of `values` [N, ...] that hold the least and the largest
+    whole numbers: a table has so many rows.
+    """
+    whole = [t.reshape(len(t), -1) for t in values if not t.is_floating_point() and t.dtype != torch.bool]
+    places = {int(place) for t in whole for place in (t.amin(1).argmin(), t.amax(1).argmax())}
+    for place in sorted(places):
+        item = repeated(tuple(t[place : place + 1] for t in values), len(source.example_inputs[0]))
+        try:
+            with without_torch_logs():
+                runnable(source)(*item)
+        except Exception as error:  # a model refuses an input in its own words
+            raise InputError(
+                f"{source.name} does not take item {place} of the calibration data ({first_line(error)})"
+            ) from error
 
 
 def runnable(source: Source) -> nn.Module:

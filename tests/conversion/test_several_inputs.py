@@ -95,3 +95,24 @@ def test_a_file_without_an_input_names_it(tmp_path: Path) -> None:
 def test_a_model_of_several_inputs_is_not_evaluated_on_pictures(converted: ar.Conversion) -> None:
     with pytest.raises(InputError, match=r"takes 2 inputs \(picture, kept\), and only models of pictures"):
         ar.evaluate(converted, PICTURES)
+
+
+class Worded(Prompted):
+    """As Prompted, told of its tokens by words of 20."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 4)
+
+    def forward(self, picture: Tensor, words: Tensor) -> Tensor:
+        return super().forward(picture, self.words(words) > -1)
+
+
+@pytest.mark.parametrize("word", [20, -1])
+def test_whole_numbers_that_a_model_has_no_row_for_are_refused_before_work(word: int) -> None:
+    words = torch.arange(24) % 20
+    example = (PICTURES[:2], words[:2])
+    assert ar.convert(Worded(), example, variant="l1", calibration=[(PICTURES, words)])
+    words[7] = word
+    with pytest.raises(InputError, match=r"Worded does not take item 7 of the calibration data \(index out of range"):
+        ar.convert(Worded(), example, variant="l1", calibration=[(PICTURES, words)])
