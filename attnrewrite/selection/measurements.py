@@ -126,26 +126,26 @@ class Measurements:
     def _cross_fit(self) -> CrossFit:
         return CrossFit(self.extraction, self.images, self.execution, self.processes)
 
-    def _too_much(self, logits: Tensor) -> bool:
-        """Whether a loss is beyond --max-drop already, where images that were not measured have the original's answer:
-        none of them could make up for it.
-        """
-        budget = self.auto.budget.max_drop
-        return budget is not None and self.meter.loss(logits).bound > budget
+    def _too_much(self, seen: np.ndarray, logits: Tensor) -> bool:
+        """Whether a loss is beyond --max-drop, if the images that were not measured lose as much as those `seen`."""
+        budget, times = self.auto.budget.max_drop, len(self.images.images) // len(seen)
+        if budget is None or times < 2:
+            return False
+        return self.meter.of_images(np.tile(seen, times)).loss(logits.repeat(times, 1)).bound > budget
 
     def loss(self, standing: Mapping[str, Variant]) -> Loss:
         """What the model loses with these variants at its sites, every image measured by a model not fitted to it; on a
-        part of the images, where that alone is more than --max-drop.
+        part of the images, where those lose more than --max-drop allows.
         """
         plan = self._plan({**self._softmax, **standing})
 
         def measure() -> dict[str, Any]:
-            logits, seen = self.meter.original.clone(), np.zeros(len(self.images.images), bool)
+            seen, logits = np.zeros(0, int), self.meter.original[:0]
             for numbers, found in self._cross_fit.outputs(plan):
-                logits[torch.from_numpy(numbers)], seen[numbers] = found, True
-                if self._too_much(logits):
+                seen, logits = np.concatenate([seen, numbers]), torch.cat([logits, found])
+                if self._too_much(seen, logits):
                     break
-            return asdict(self.meter.of_images(seen).loss(logits[torch.from_numpy(seen)]))
+            return asdict(self.meter.of_images(seen).loss(logits))
 
         return Loss(**self._kept(f"loss of {self._described(standing)}", measure))
 
