@@ -112,6 +112,9 @@ class KernelVariant(LinearVariant):
         order = cheaper_order(site.n_queries, site.n_keys, self._features(site), site.value_dim)
         return self.kernel(site.heads, site.head_dim, score_scale(site), order)
 
+    def value_mean(self, site: AttentionSite) -> tuple[float, float] | None:
+        return 1.0, 0.0
+
     def _features(self, site: AttentionSite) -> int:
         return self.features_per_channel * site.head_dim
 
