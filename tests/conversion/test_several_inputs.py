@@ -39,7 +39,7 @@ EXAMPLE = (PICTURES[:2], KEPT[:2])
 
 
 def convert(data: Any, **how: Any) -> ar.Conversion:
-    return ar.convert(Prompted(), EXAMPLE, variant="l1", calibration=data, **how)
+    return ar.convert(Prompted(), EXAMPLE, variant="taylor", calibration=data, **how)
 
 
 @pytest.fixture(scope="module")
