@@ -128,9 +128,9 @@ def chosen(asked: argparse.Namespace) -> dict[str, Any]:
     }
     rows = [(what, each, peak_memory(), 0) for what, each in spent.items()]
     told = done.report["selection"]
-    measured = [each for each in told["frontier"] if each["kind"] == "measured"]
+    choices = [each for each in told["frontier"] if each["kind"] == "measured"]
     notes = [
-        f"{len(measured)} choices measured, {sum(each['holds'] for each in measured)} hold; "
+        f"{len(choices)} choices measured, {sum(each['holds'] for each in choices)} hold; "
         f"{told['promise']['replaced']} of {len(told['sites'])} sites replaced, {told['promise']['points']:.2f} points "
         f"lost, at most {told['promise']['bound']:.2f}"
     ]
@@ -167,6 +167,8 @@ def main() -> None:
         parser.add_argument(name, type=lambda text: [float(part) for part in text.split(",")])
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.auto is not None and not (asked.source and asked.data):
+        parser.error("--auto needs --source and --data")
     if asked.auto is not None:
         found = chosen(asked)
         Console().print(shown(found), *found["notes"])

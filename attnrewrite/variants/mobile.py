@@ -30,8 +30,8 @@ from attnrewrite.variants.parts.tensors import (
 
 Reading = Literal["conversion", "code", "paper"]
 EPSILON = 1e-6
-GAIN = 3.0  # of 1 to 4: what explains most of softmax's output on a trained ViT,
-MIXED_GAIN = 2.0  # and of 1 to 4 beside the values' mean: 1 is as good there, but takes differences of larger numbers
+GAIN = 3.0  # of 1 to 4: what explains most of softmax's output on a trained ViT
+GAIN_BESIDE_MEAN = 2.0  # beside the values' mean: 1 is as good, but takes differences of larger numbers, 4 is worse
 
 
 class Flows(NamedTuple):
@@ -236,7 +236,7 @@ class Mobile(LinearVariant):
         scale, order = score_scale(site), cheaper_order(*self._shape(site))
         qk_maps = QKMaps(site.heads, site.head_dim, math.copysign(1, scale))
         width = site.heads * site.value_dim
-        gain = GAIN if self.value_mean(site) is None else MIXED_GAIN
+        gain = GAIN if self.value_mean(site) is None else GAIN_BESIDE_MEAN
         return MobileForm(count, qk_maps, scale, gain, self.reading, order, kept, self._keep(site), width)
 
     def value_mean(self, site: AttentionSite) -> tuple[float, float] | None:

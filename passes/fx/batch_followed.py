@@ -135,9 +135,8 @@ class _Followed(Symbolic):
             node.target = aten.split_with_sizes.default
             node.args, node.kwargs = (source, [self._of_any(node, each, digit) for each in sizes], axis), {}
             return digit
-        start, end = (
-            each + length if each < 0 else each for each in (given.get("start") or 0, given.get("end", _LAST))
-        )
+        bounds = given.get("start") or 0, _LAST if given.get("end") is None else given["end"]
+        start, end = (each + length if each < 0 else each for each in bounds)
         if given.get("step", 1) != 1:
             raise LostError("batch-split", "takes some of the images")
         ends = [self._of_any(node, start, digit), _LAST if end >= length else self._of_any(node, end, digit)]
