@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from attnrewrite.calibration.branches import Branch, branches
 from attnrewrite.calibration.cuts import Cuts
 from attnrewrite.calibration.importance import Blocks, Importance, importance
+from attnrewrite.calibration.maps import held_bytes, search
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.room import room, sized
 from attnrewrite.calibration.segments import Segments, rewritten_site, site_heads
@@ -56,6 +57,11 @@ class Point:
     def alone(self) -> bool:
         """Whether no addition takes what is fitted here into a stream."""
         return self.stream is self.node
+
+    @property
+    def searches(self) -> bool:
+        """Whether the form here has maps to be searched."""
+        return self.site is not None and bool(self.site.form.searched())
 
     def undo(self) -> Undo:
         """What puts the point back to where it stands now."""
@@ -118,6 +124,7 @@ class Fit:
         try:
             if self.forms and point.site is not None:
                 point.site.form.refine(lambda: teacher_heads(teacher, name))
+                search(point.site.form, _teacher_site(teacher, name).form, teacher_heads(teacher, name))
             cut = student.order[point.stream] + 1
             cut = cut if following is None else min(cut, student.order[following.node])
             teacher.advance(cut, keep=(teacher.node(point.stream.name),))
@@ -191,7 +198,8 @@ class Workplace:
         if on_disk:
             require_disk(what, streams * count * widest)
         solving = max((branch.solver_bytes for branch in ends), default=0)
-        held = solving + (0 if on_disk else waiting)
+        searching = [point.branch.weight.shape[1] for point in points if point.branch is not None and point.searches]
+        held = max([solving, *map(held_bytes, searching)]) + (0 if on_disk else waiting)
         images = sized(pool, what, lambda *inputs: blocks.gradients(inputs, 0), given.execution, device, held)
         size = given.processes.from_owner(images.batch_size, 0)  # all processes have the same batches
         return cls(given, replace(images, batch_size=size), on_disk)
@@ -236,14 +244,18 @@ def _left_out(points: list[Point]) -> Iterator[str]:
 
 def teacher_heads(teacher: Segments, name: str) -> Iterator[Heads]:
     """What softmax reads at the site called `name`, batch by batch, whichever process computes it."""
-    node = teacher.node(name)
-    site = rewritten_site(teacher.module, node)
-    assert site is not None, f"the teacher has no rewritten site {name}"
+    node, site = teacher.node(name), _teacher_site(teacher, name)
     mine = teacher.run(teacher.order[node], node.all_input_nodes)
     for index in range(teacher.count):
         owner = index % teacher.processes.size
         heads = site_heads(site, node, next(mine)[1]) if owner == teacher.processes.rank else None
         yield teacher.processes.from_owner(heads, owner)
+
+
+def _teacher_site(teacher: Segments, name: str) -> SiteModule:
+    site = rewritten_site(teacher.module, teacher.node(name))
+    assert site is not None, f"the teacher has no rewritten site {name}"
+    return site
 
 
 def _everyones(part: LeastSquares, processes: Processes, branch: Branch) -> LeastSquares:

@@ -114,6 +114,9 @@ class AdditiveForm(Form):
         self.final.weight.copy_(maps[:, width : 2 * width])
         self.context.bias.copy_(maps[:, -1])
 
+    def searched(self) -> list[nn.Parameter]:
+        return list(self.parameters())
+
     @staticmethod
     def _lengths(heads: Heads) -> Tensor:
         """The mean norm of a token's value and of its query, [2]."""

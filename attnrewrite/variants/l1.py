@@ -1,5 +1,6 @@
 """SimA: attention without softmax, by l1 normalisation of query and key over the tokens."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +9,11 @@ from torch import Tensor, nn
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import FollowUp, Form, Heads, refuse_unpaired
 from attnrewrite.variants.linear import LinearVariant
+from attnrewrite.variants.parts.foldable import Affine, per_head
+from attnrewrite.variants.parts.form import FoldableMaps
 from attnrewrite.variants.parts.key_masks import centred, key_weights, share, token_mean, weighed
 from attnrewrite.variants.parts.products import Order, cheaper_order, mean_product, product_multiplies
+from attnrewrite.variants.parts.qk_maps import QKMaps
 from attnrewrite.variants.parts.tensors import as_type, merge_heads, safe, split_heads, wide
 
 EPSILON = 1e-12
@@ -59,14 +63,33 @@ def unit_l1(tokens: Tensor) -> Tensor:
     return tokens / tokens.abs().sum(2, keepdim=True).clamp(min=safe(EPSILON, tokens.dtype))
 
 
+class ShiftedQuery(QKMaps):
+    """query A_q + shift and key A_k, in their own precision: keys about their mean have no shift."""
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        query_map, shift, key_map = (as_type(part, query.dtype) for part in (self.query, self.shift, self.key))
+        return query @ query_map + shift, key @ key_map
+
+    def taken_out(self) -> tuple[Affine, Affine]:
+        return per_head(self.query, self.shift), per_head(self.key)
+
+    def changes_nothing(self) -> bool:
+        identity = torch.eye(self.query.shape[1]).to(self.query)
+        return not self.shift.any() and bool((self.query == identity).all() and (self.key == identity).all())
+
+
 class L1Form(Form):
-    """SimA on the heads; where `centred`, what it adds to the mean of the values (l1_deviation).
+    """SimA on the heads, of query and key as `qk_maps` map them: l1 norms are taken channel by channel, so that it
+    matters which channels there are. Where `centred`, what it adds to the mean of the values (l1_deviation).
 
     Where queries and keys are `paired` (of the same tokens), what masks keys leaves out their queries' norms as well.
     """
 
-    def __init__(self, centred: bool, single_head: bool, order: Order, paired: bool) -> None:
+    def __init__(
+        self, qk_maps: ShiftedQuery | None, centred: bool, single_head: bool, order: Order, paired: bool
+    ) -> None:
         super().__init__()
+        self.qk_maps = qk_maps
         self.paired = paired
         self.centred = centred
         self.single_head = single_head
@@ -74,6 +97,8 @@ class L1Form(Form):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         weights, dtype, heads = key_weights(bias), value.dtype, value.shape[1]
+        if self.qk_maps is not None:
+            query, key = self.qk_maps(query, key)
         if weights is not None:  # a norm over no token at all is too small for half precision
             query, key, value = wide(query), wide(key), wide(value)
         if self.single_head:
@@ -84,16 +109,33 @@ class L1Form(Form):
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         """The l2 norm of each token's normalised query and key, which says how much it weighs (SimA, section 4.7)."""
-        key = centred(heads.key) if self.centred else heads.key
-        parts = {"|query|": heads.query, "|key|": key}
+        query, key = heads[:2] if self.qk_maps is None else self.qk_maps(*heads[:2])
+        parts = {"|query|": query, "|key|": centred(key) if self.centred else key}
         if self.single_head:
             parts = {name: merge_heads(part).unsqueeze(1) for name, part in parts.items()}
         return {name: unit_l1(part).norm(dim=3) for name, part in parts.items()}
 
+    def searched(self) -> list[nn.Parameter]:
+        return [] if self.qk_maps is None else list(self.qk_maps.parameters())
+
+    def deploy(self) -> Form:
+        if self.qk_maps is not None and self.qk_maps.changes_nothing():
+            self.qk_maps = None
+        return self
+
+    def foldable_maps(self) -> FoldableMaps | None:
+        if self.qk_maps is None:
+            return None
+        form = copy.deepcopy(self)
+        form.qk_maps = None
+        return FoldableMaps(form, self.qk_maps.query.shape[0], *self.qk_maps.taken_out())
+
 
 @dataclass(frozen=True, kw_only=True)
 class L1(LinearVariant):
-    """centred: the conversion mode, with keys about their mean beside the values' mean; false is the paper's.
+    """centred: the conversion mode, with keys about their mean beside the values' mean, and maps of query and key that
+    calibration finds and projections hold; false is the paper's.
+
 
     order: auto, qk or kv. single_head: the paper's one head.
     relu: the paper's ReLU for GELU in the MLPs, which the pass that rewrites the graph carries out.
@@ -113,7 +155,8 @@ class L1(LinearVariant):
         return ("relu-for-gelu",) if self.relu else ()
 
     def form(self, site: AttentionSite) -> Form:
-        return L1Form(self.centred, self.single_head, self._order(site), refuse_unpaired(site) is None)
+        qk_maps = ShiftedQuery(site.heads, site.head_dim) if self.centred else None
+        return L1Form(qk_maps, self.centred, self.single_head, self._order(site), refuse_unpaired(site) is None)
 
     def value_mean(self, site: AttentionSite) -> tuple[float, float] | None:
         return (GAIN / self._sizes(site)[1], 1.0) if self.centred else None

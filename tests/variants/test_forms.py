@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from variant_sites import make_heads, make_site
 
@@ -13,8 +14,10 @@ from attnrewrite.variants.base import Heads
 from attnrewrite.variants.l1 import l1_attention, l1_deviation
 from attnrewrite.variants.parts import value_mean
 from attnrewrite.variants.parts.exact_prefix import ExactPrefix
+from attnrewrite.variants.parts.foldable import Affine
 from attnrewrite.variants.parts.local_branch import LocalBranch
 from attnrewrite.variants.parts.softmax_rows import softmax_attention, with_outputs
+from attnrewrite.variants.parts.tensors import merge_heads, split_heads
 from attnrewrite.variants.parts.value_mean import ValueMean
 from attnrewrite.variants.registry import get_variant, variants
 from attnrewrite.variants.softmax import Softmax
@@ -199,3 +202,41 @@ def test_fitting_brings_the_form_nearer_to_softmax(name: str) -> None:
     before = error()
     form.refine(stream(site))
     assert error() < before
+
+
+@pytest.mark.parametrize("name", ["l1", "hedgehog", "relu-linear"])
+def test_exact_rows_undo_the_maps_that_projections_hold(name: str) -> None:
+    """The form of what its maps make of query and key is the form of query and key, its prefix rows too."""
+    generator = torch.Generator().manual_seed(0)
+    form = get_variant(name).build(SITE).double()
+    with torch.no_grad():
+        for parameter in form.searched():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.1 * noise)
+    heads = make_heads(SITE)
+    folded = form.foldable_maps()
+    assert folded is not None
+    assert isinstance(folded.form, ExactPrefix)
+
+    def mapped(affine: Affine | None, part: Tensor) -> Tensor:
+        assert affine is not None
+        return split_heads(F.linear(merge_heads(part), affine.weight, affine.bias), part.shape[1])
+
+    query, key = mapped(folded.query, heads.query), mapped(folded.key, heads.key)
+    torch.testing.assert_close(folded.form(query, key, heads.value), form(*heads), rtol=0, atol=1e-12)
+    given = Heads(query, key, heads.value)
+    for name, found in folded.form.token_maps(given).items():
+        torch.testing.assert_close(found, form.token_maps(heads)[name], rtol=0, atol=1e-12)
+
+
+def test_maps_that_lose_too_much_are_not_undone() -> None:
+    form = get_variant("l1").build(SITE).double()
+    assert form.foldable_maps() is not None
+    with torch.no_grad():
+        form.searched()[0][1, :, 3] *= 1e-3
+    assert form.foldable_maps() is None
+
+
+def test_l1_maps_that_change_nothing_are_not_deployed() -> None:
+    names = {name for name, _ in get_variant("l1").build(SITE).deploy().named_parameters()}
+    assert not any("qk_maps" in name for name in names)

@@ -43,6 +43,12 @@ class Form(nn.Module):
         `activations` may be called several times; each call streams the same batches again.
         """
 
+    def searched(self) -> list[nn.Parameter]:
+        """The parameters that no closed form gives: a fit searches them by descent, from what `refine` left, for
+        softmax's output. By default none.
+        """
+        return []
+
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         """What this form makes of the tokens, for pictures: each map's name, and [B, maps, tokens]. By default none."""
         return {}
