@@ -15,7 +15,9 @@ from attnrewrite.selection.loss_bound import Loss
 ROUNDS = 10  # conversions measured, at most
 OVERSHOOT = 1.5  # the first limit, as a multiple of the one expected to hold
 CONVERGED = 1.2  # bisection ends when the failing limit is within this factor of the holding one
+COARSE = 1.3  # and within this one where only the cost is left to lower
 SPAN = 100.0  # bisection starts no lower than the failing limit divided by this
+NEGLIGIBLE = 1e-4  # nats of a site's loss that are no loss: half a point is a hundred times as much
 MIN_STEP = 0.002  # a limit on the cost is lowered by at least this
 MISPREDICTED = 1.25  # a true loss above this multiple of the predicted one rejects the prediction
 
@@ -34,22 +36,37 @@ class Step:
 Losing = Callable[[Choice], Loss]
 
 
-def within_drop(table: Table, budget: float, expected: float, losing: Losing, known: Sequence[Step] = ()) -> list[Step]:
+def within_drop(
+    table: Table,
+    budget: float,
+    expected: float,
+    losing: Losing,
+    known: Sequence[Step] = (),
+    converged: float = CONVERGED,
+) -> list[Step]:
     """Minimise the price subject to a loss bound of at most `budget` points.
 
     `expected` is the predicted loss (in the table's units) at which the budget is expected to be spent; the first limit
     is OVERSHOOT times that. While no choice has held, the limit drops to what remains with the worst site returned to
-    softmax, or lower where the bound is far off; the knapsack may then swap candidates instead. Once one choice holds
-    and one fails, the limit is bisected (geometrically) between them. A choice that replaces nothing is not measured.
+    softmax, or lower where the bound is far off; the knapsack may then swap candidates instead. Once one holds, it
+    goes up in proportion to what is left of the budget; once one fails, too, it is bisected (geometrically) until the
+    two are within `converged` of each other. A choice that replaces nothing is not measured.
 
     Returns every measured choice in order, `known` ones first.
     """
     measured = {step.choice: step for step in known}
-    holding = max((step.predicted for step in known if step.holds), default=0.0)
+    held = max((step for step in known if step.holds), key=lambda step: step.predicted, default=None)
+    holding = 0.0 if held is None else held.predicted
     failing = min((step.predicted for step in known if step.predicted > holding), default=math.inf)
-    limit = _between(holding, failing) if holding else max(OVERSHOOT * expected, table.least_loss)
+
+    def room(step: Step) -> float:
+        """How many times what a holding choice spends is left to go on to."""
+        return max(budget / step.loss.bound, converged)
+
+    first = max(OVERSHOOT * expected, table.least_loss)
+    limit = first if held is None else _between(holding, failing, room(held))
     everything = table.cheapest(math.inf)
-    while len(measured) < len(known) + ROUNDS and failing > CONVERGED * holding:
+    while len(measured) < len(known) + ROUNDS and failing > converged * holding:
         choice = table.cheapest(limit)
         if choice is None or not any(choice):
             break
@@ -63,13 +80,13 @@ def within_drop(table: Table, budget: float, expected: float, losing: Losing, kn
             failing = step.predicted
         if step.holds and choice == everything:
             break
-        limit = _between(holding, failing) if holding else _given_back(table, step, budget)
+        limit = _between(holding, failing, room(step)) if holding else _given_back(table, step, budget)
     return list(measured.values())
 
 
-def _between(holding: float, failing: float) -> float:
-    """The next limit: twice the holding one while nothing has failed, else the geometric mean of the two."""
-    return 2 * holding if math.isinf(failing) else math.sqrt(max(holding, failing / SPAN) * failing)
+def _between(holding: float, failing: float, step: float) -> float:
+    """The next limit: `step` times the holding one while nothing has failed, else the geometric mean of the two."""
+    return step * holding if math.isinf(failing) else math.sqrt(max(holding, failing / SPAN) * failing)
 
 
 def _given_back(table: Table, step: Step, budget: float) -> float:
@@ -80,13 +97,26 @@ def _given_back(table: Table, step: Step, budget: float) -> float:
 
 
 def most_sites(table: Table) -> Table:
-    """The same losses with prices that maximise the number of replaced sites, ties broken by the lower loss."""
-    most = 1 + sum(max(filter(math.isfinite, column)) for column in table.loss)
+    """The same losses with prices that maximise the number of replaced sites, ties broken by the lower loss. A loss of
+    at most NEGLIGIBLE is worth a lower price.
+    """
+    possible = [
+        price
+        for prices, losses in zip(table.price, table.loss, strict=True)
+        for price, loss in zip(prices[1:], losses[1:], strict=True)
+        if math.isfinite(price + loss)
+    ]
+    lowest, highest = min(possible, default=0.0), max(possible, default=0.0)
+    worth = NEGLIGIBLE / (highest - lowest) if highest > lowest else 0.0
+
+    def rank(loss: float, price: float) -> float:
+        return loss + worth * (price - lowest) if math.isfinite(loss + price) else 0.0
+
+    most = 1 + NEGLIGIBLE * len(table.sites) + sum(max(filter(math.isfinite, column)) for column in table.loss)
     price = tuple(
-        tuple((-1.0 if number else 0.0) + (loss / (2 * most) if math.isfinite(loss) else 0.0)
-              for number, loss in enumerate(column))
-        for column in table.loss
-    )  # fmt: skip
+        (0.0, *(rank(*each) / (2 * most) - 1.0 for each in zip(losses[1:], prices[1:], strict=True)))
+        for losses, prices in zip(table.loss, table.price, strict=True)
+    )
     return Table(table.sites, table.loss, price)
 
 

@@ -21,7 +21,15 @@ from attnrewrite.selection.knapsack import Choice, Columns, Table
 from attnrewrite.selection.measurements import Measurements
 from attnrewrite.selection.problem import Auto, Extraction, described
 from attnrewrite.selection.report import points_per_loss, report
-from attnrewrite.selection.search import Step, cheapest_that_holds, closest, most_sites, within_drop, within_price
+from attnrewrite.selection.search import (
+    COARSE,
+    Step,
+    cheapest_that_holds,
+    closest,
+    most_sites,
+    within_drop,
+    within_price,
+)
 from attnrewrite.variants.base import Variant
 
 
@@ -104,8 +112,10 @@ def _searched(found: Measurements, table: Table) -> list[Step]:
         each = points_per_loss(found.scanned)
         budget, expected = asked.max_drop, asked.max_drop / each if each else math.inf
         # Without a target, first as many sites as hold by their closest forms; what is then left is spent on the cost.
-        known = [] if asked.target else within_drop(most_sites(table), budget, expected, losing)
-        return within_drop(table, budget, expected, losing, known)
+        if asked.target:
+            return within_drop(table, budget, expected, losing)
+        known = within_drop(most_sites(table), budget, expected, losing)
+        return within_drop(table, budget, expected, losing, known, COARSE)
     assert asked.max_latency is not None
     steps, lowest = within_price(
         table, asked.max_latency, losing, lambda choice: found.ratio(standing(auto, table, choice))

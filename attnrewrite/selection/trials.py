@@ -21,7 +21,8 @@ from attnrewrite.images.pool import first_tensor
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Variant, refusal_of
 
-FITTED = 2  # the site, and what follows it
+FITTED = 2  # the site, and what follows it before the next
+KEPT = 2 + FITTED  # of the teacher: where it stands, what the site reads, and the streams that are fitted to
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def trials(given: StageInput, sites: Sequence[AttentionSite], candidates: Sequen
     """
     by_id = {site.id: site for site in sites}
     points = fit_points(given.student)
-    work = Workplace.of("selection", given, points, streams=3)
+    work = Workplace.of("selection", given, points, streams=2 + KEPT)
     with ExitStack() as stack:
         teacher, student, weights = stack.enter_context(work.opened())
         # Every process needs the whole output, so that each runs all held-out images.
@@ -53,17 +54,25 @@ def trials(given: StageInput, sites: Sequence[AttentionSite], candidates: Sequen
         for index, point in enumerate(points):
             if point.site is None or point.name not in by_id:
                 continue
-            network.advance(point)
+            near, following = _near(points, index)
+            network.advance(near, following)
             for number, variant in enumerate(candidates):
-                yield network.trial(by_id[point.name], number, variant, points[index : index + FITTED])
+                yield network.trial(by_id[point.name], number, variant, near)
                 done += 1
                 given.report("candidates", done, total)
+
+
+def _near(points: Sequence[Point], index: int) -> tuple[list[Point], Point | None]:
+    """What is fitted for the site of a point, and the point after that."""
+    stop = next((at for at in range(index + 1, len(points)) if points[at].site is not None), len(points))
+    stop = min(stop, index + FITTED)
+    return list(points[index:stop]), points[stop] if stop < len(points) else None
 
 
 @dataclass(frozen=True)
 class _Network:
     """Teacher and student over the images to fit, and the student over the held-out ones (`ahead`), all standing at the
-    same site.
+    same site; the teacher also has what lies ahead of it and the candidates there are fitted to.
     """
 
     given: StageInput
@@ -72,10 +81,15 @@ class _Network:
     ahead: Segments
     weights: Importance
 
-    def advance(self, point: Point) -> None:
-        """Go on to the site of `point`."""
+    def advance(self, near: Sequence[Point], following: Point | None) -> None:
+        """Go on to the site of the first point of `near`, which `following` comes after."""
         for segments in (self.teacher, self.student, self.ahead):
-            segments.advance(segments.order[segments.node(point.node.name)])
+            segments.advance(segments.order[segments.node(near[0].node.name)])
+        order, node = self.teacher.order, self.teacher.node
+        streams = [node(point.stream.name) for point in near]
+        cut = 1 + max(order[stream] for stream in streams)
+        cut = cut if following is None else min(cut, order[node(following.node.name)])
+        self.teacher.advance(cut, {*streams, *node(near[0].node.name).all_input_nodes})
 
     def trial(self, site: AttentionSite, number: int, variant: Variant, near: Sequence[Point]) -> Trial:
         """Candidate `number` at `site`, the first point of `near`; all points are as they were in the end."""
@@ -103,8 +117,6 @@ class _Network:
         first.site.form.refine(lambda: teacher_heads(self.teacher, first.node.name))
         yield False
         for point in near:
-            if point is not first and point.site is not None:
-                break  # another site before any linear map: it is fitted when its own turn comes
             if point.branch is not None:
                 point.branch.change(fit.residual_fit(point.branch, self.teacher, self.student, self.weights))
             check_finite(fit.name, point)

@@ -301,7 +301,7 @@ def test_an_onnx_file_gets_a_mixed_plan_too(tmp_path: Path, monkeypatch: pytest.
     from onnx_runs import exported_vit, run
     from tiny_vits import IMAGE, Vit
 
-    def one_of_each(table: Table, budget: float, expected: float, losing: Losing, known: object = ()) -> list[Step]:
+    def one_of_each(table: Table, budget: float, expected: float, losing: Losing, *of: object) -> list[Step]:
         return [Step((1, 2), 0.0, losing((1, 2)), True)]
 
     monkeypatch.setattr("attnrewrite.selection.select.within_drop", one_of_each)

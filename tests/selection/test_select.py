@@ -16,7 +16,7 @@ from attnrewrite.request import Budget
 from attnrewrite.selection.knapsack import Choice, Columns, Table, solve, total
 from attnrewrite.selection.loss_bound import AGREEMENT, TOP1, Loss, LossMeter, most_of, most_on_average
 from attnrewrite.selection.problem import PUBLISHED, Auto, candidates, described, requested
-from attnrewrite.selection.search import cheapest_that_holds, closest, most_sites, within_drop, within_price
+from attnrewrite.selection.search import Step, cheapest_that_holds, closest, most_sites, within_drop, within_price
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, variants
 
@@ -98,6 +98,21 @@ def test_the_first_thing_given_back_is_the_worst_site() -> None:
     steps = within_drop(TABLE, 2.0, 0.4, oracle(lambda loss: 100 * loss if loss > 0.1 else loss))
     assert steps[0].choice[2]
     assert steps[1].choice == (2, 2, 0)
+
+
+def test_what_is_left_of_the_budget_is_gone_on_to_at_once() -> None:
+    """From a choice that spends a third of the budget to a limit three times as high, in one step."""
+    table = Table(("a",), ((0.0, 0.01, 0.02, 0.03, 0.1),), ((0.0, -1.0, -1.1, -1.2, -1.3),))
+    points = oracle(lambda loss: 10 * loss, table)
+    known = [Step((1,), 0.01, points((1,)), True)]
+    assert [step.choice for step in within_drop(table, 0.31, 0.031, points, known)] == [(1,), (3,), (4,)]
+
+
+def test_most_sites_come_first_then_the_lowest_loss_and_a_lower_price_where_none_is_lost() -> None:
+    losses = ((0.0, 0.01, 0.02), (0.0, 0.0, 2e-5), (0.0, math.inf, 0.3))
+    table = Table(("a", "b", "c"), losses, ((0.0, -1.0, -1.5), (0.0, -1.0, -1.5), (0.0, -1.9, -1.0)))
+    assert most_sites(table).cheapest(math.inf) == (1, 2, 2)
+    assert most_sites(table).cheapest(0.05) == (1, 2, 0)
 
 
 def test_a_limit_on_the_cost_is_lowered_by_what_the_whole_model_is_over() -> None:
