@@ -8,7 +8,7 @@ Every form stands on every site; calibration sees no labels. Multiply-adds are t
 `--rows` go through all stages, `--closed-form` stop after the fit, which takes no gradient steps. `--floor` adds the
 same model from weights drawn anew, distilled for as many steps. A seed draws the calibration images; the spread is the
 standard deviation over seeds. Rows of --auto are selections within --max-drop, fitted in closed form: how many sites
-were replaced, what was promised, what was lost.
+were replaced, the whole model's multiply-adds as part of the original's, what was promised, what was lost.
 Prints a markdown table, a row as soon as it is known, and the machine it was made on.
 """
 
@@ -143,12 +143,13 @@ def told(lost: list[float]) -> str:
 def auto_rows(bench: Bench, candidates: str, max_drop: float, seeds: list[int]) -> None:
     """A table of its own: a line for each seed, as promises are kept one by one."""
     print(
-        f"\n| auto, {candidates}, at most {max_drop:g} | sites | promised | lost | agreement | seconds |\n|{'-|' * 6}"
+        f"\n| auto, {candidates}, at most {max_drop:g} | sites | cost | promised | lost | agreement | seconds |"
+        f"\n|{'-|' * 7}"
     )
     for seed in seeds:
         done, found, lost, seconds = bench.auto(candidates, max_drop, seed)
         promise = done.report["selection"]["promise"]
-        sites = f"{promise['replaced']} of {len(done.report['sites'])}"
+        sites = f"{promise['replaced']} of {len(done.report['sites'])} | {promise['cost_ratio']:.3f}"
         bound = f"{promise['points']:.2f}, at most {promise['bound']:.2f}"
         print(f"| seed {seed} | {sites} | {bound} | {lost:.2f} | {found.agreement:.1f} | {seconds:.0f} |", flush=True)
 
