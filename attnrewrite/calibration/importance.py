@@ -24,7 +24,7 @@ from attnrewrite.calibration.segments import Values
 from attnrewrite.calibration.store import InMemory, Store
 from attnrewrite.images.pool import Pool, first_tensor
 
-DRAWS = 1  # of directions for each image: two make no difference, as a weight need not be exact and images are many
+DRAWS = 2  # directions for each image: a weight need not be exact, and there are many images
 EVEN = 0.1  # added to weights of mean one: the fit stays sane where the answer is not read, and sees more samples
 
 Gradients = dict[str, Tensor]  # a node's name -> d answer / d its value, for one direction
