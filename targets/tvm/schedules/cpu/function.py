@@ -40,15 +40,22 @@ def function(arguments: Sequence[Argument], body: Callable[..., None]) -> Any:
 
 
 @contextmanager
-def each(shape: Sequence[int], work: int) -> Iterator[list[Position]]:
-    """A loop over an index space, on several threads when its `work` (numbers touched) is worth it: the indices."""
+def each(shape: Sequence[int], work: int, strides: Sequence[int] | None = None) -> Iterator[list[Position]]:
+    """A loop over an index space, on several threads when its `work` (numbers touched) is worth it: the indices.
+
+    The axis with the largest of `strides` is the slowest, where they are given. A thread has indices that follow each
+    other.
+    """
     count = math.prod(shape)
     if count == 1:
         yield [0] * len(shape)
         return
+    order = range(len(shape)) if strides is None else sorted(range(len(shape)), key=lambda axis: -strides[axis])
     loop = T.parallel if work >= FEWEST_FOR_THREADS else T.serial
     with loop(0, count) as flat:
-        yield [T.bind(flat // step % size) if size > 1 else 0 for step, size in unravel(shape)]
+        found = dict(zip(order, unravel([shape[axis] for axis in order]), strict=True))
+        places = [found[axis] for axis in range(len(shape))]
+        yield [T.bind(flat // step % size) if size > 1 else 0 for step, size in places]
 
 
 @contextmanager

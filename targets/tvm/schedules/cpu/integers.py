@@ -23,6 +23,7 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     steps,
     when,
 )
+from attnrewrite.targets.tvm.schedules.cpu.sharing import parts, shares
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression
 from attnrewrite.targets.tvm.schedules.profile import Profile, Tile
@@ -30,7 +31,6 @@ from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, unravel
 
 SIDE = 4  # rows that are rounded at a time, and words of each
-TASKS = 8  # parts to share among threads, where there are few panels
 
 
 def place(rows: Shape, row: Position) -> list[Position]:
@@ -132,16 +132,13 @@ class _Writer:
         self.high, self.wide = product.tile.rows, product.tile.columns
         self.groups = groups_of(product.depth)
         self.across, self.down = -(-self.columns // self.wide), -(-self.rows // self.high)
-        # A panel of weights stays in the cache while all rows go by; the parts of the rows are for more threads.
-        parts = 1 if self.across >= TASKS else min(self.down, -(-TASKS // self.across))
-        self.per_part = -(-self.down // parts)
-        self.parts = -(-self.down // self.per_part)
         self.vectors = pieces(self.wide, self.lanes)
 
     def write(self) -> None:
         work = self.product.out.size * self.product.depth
-        with each((self.across, self.parts), work) as (panel, part), steps(self.per_part) as step:
-            block = vectors.name(tirx.min(part * self.per_part + step, self.down - 1))
+        cut = parts(self.down, self.across, halved=not self.by_lane)
+        with shares(self.product.out, 0, self.down, cut, self.across, work) as share, steps(share.tiles) as step:
+            panel, block = share.panel, vectors.name(share.first + step)
             if short := self.rows % self.high:
                 when(
                     block < self.down - 1,

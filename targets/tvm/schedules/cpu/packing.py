@@ -41,7 +41,8 @@ class Pack:
 
         def body(*buffers: Any) -> None:
             write = _Writer(self, buffers, profile, out)
-            with each((*self.outer, count), out.size) as (*z, panel):
+            # In the order of what is read: by the thread that wrote it, then.
+            with each((*self.outer, count), out.size, self._strides()) as (*z, panel):
                 write.z, write.panel = z, panel
                 if self.shared:
                     write.first = vectors.name(tirx.min(panel * self.width, self.columns - self.width))
@@ -53,6 +54,11 @@ class Pack:
                 ) if rest and count > 1 else write.filled() if rest else full()
 
         return function(arguments, body)
+
+    def _strides(self) -> Sequence[int] | None:
+        """How far apart the first tensor that is read lies from one panel to the next on each axis, if one is."""
+        read = next(loads(self.value), None)
+        return None if read is None else (*read.layout.strides[:-2], read.layout.strides[-1] * self.width)
 
 
 def _along_depth(value: Expression) -> bool:

@@ -14,7 +14,6 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     SECOND_CACHE,
     address,
     by_pairs,
-    each,
     evaluate,
     function,
     prefetch,
@@ -29,13 +28,13 @@ from attnrewrite.targets.tvm.schedules.cpu.register_tile import (
     across_rows,
     along_rows,
 )
+from attnrewrite.targets.tvm.schedules.cpu.sharing import parts, shares
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, covering
 from attnrewrite.targets.tvm.schedules.expression import Expression, Load
 from attnrewrite.targets.tvm.schedules.profile import SIZES, Profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout
 
-TASKS = 8  # parts to share among threads, where there are few panels
 CACHE_LINE = 64  # bytes
 ROWS_AHEAD = 8  # of a panel: so long before their turn are they asked for
 
@@ -79,20 +78,22 @@ class _Writer:
         self.wide = product.right.wide(band.tile.columns + band.beside, self.columns)
         self.across = -(-self.columns // self.wide)
         self.down = -(-self.rows // self.high)
-        # A panel of weights stays in the cache while all rows go by; the parts of the rows are for more threads.
-        parts = 1 if self.across * math.prod(self.outer) >= TASKS else min(self.down, -(-TASKS // self.across))
-        self.per_part = -(-self.down // parts)
-        self.parts = -(-self.down // self.per_part)
+        # A panel stays in the cache while a part's rows go by; gathered it is for each part anew. Where instructions
+        # are what counts, those for another part are spared.
+        halved = product.right.filled and not profile.by_lane
+        self.parts = parts(self.down, self.across * math.prod(self.outer), halved)
+        self.per_part = -(-self.down // self.parts)
         self.narrow = self.columns % self.wide if product.right.filled else 0
         # Rows that panels leave over have a tile of their own; of those as they lie, some are done twice.
         self.short = self.rows % self.high if isinstance(product.left, Panels) else 0
 
     def write(self) -> None:
         work = math.prod(self.outer) * self.rows * self.columns * self.product.depth
-        with each((*self.outer, self.across, self.parts), work) as (*z, panel, part):
+        with shares(self.product.out, len(self.outer), self.down, self.parts, self.across, work) as share:
+            z, panel = share.z, share.panel
             column, right = self.right(z, panel)
-            with steps(self.per_part) as step:
-                number = vectors.name(tirx.min(part * self.per_part + step, self.down - 1))
+            with steps(share.tiles) as step:
+                number = vectors.name(share.first + step)
                 fetched = self.product.right.filled and self.per_part > 1
                 row = self.fetching(z, panel, step, right) if fetched else right
                 tile = functools.partial(self.tile, z, panel, number, column, row)
