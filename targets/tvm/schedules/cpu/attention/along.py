@@ -4,6 +4,7 @@ The scores of a block are kept in memory of the thread's own; where there are se
 down to the largest score yet (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,8 +73,12 @@ class _Writer:
         self.depth, self.width = attention.key.layout.shape[-2:]
         self.panels, self.rows = attention.key.layout.shape[-3], attention.rows
         self.blocks = -(-self.panels // attention.block)
-        self.length = attention.block * self.width  # of a block's row of scores
         self.lanes = profile.lanes
+        # The last panel is multiplied as far as it has keys, in whole vectors.
+        self.last = attention.keys - (self.panels - 1) * self.width
+        self.narrow = min(self.width, -(-self.last // profile.stored_lanes) * profile.stored_lanes)
+        filled = self.width if self.blocks > 1 else self.narrow
+        self.length = (attention.block - 1) * self.width + filled  # of a block's row of scores
 
     def write(self) -> None:
         tiles = -(-self.queries // self.rows)
@@ -93,7 +98,6 @@ class _Writer:
     def score(self, z: Sequence[Position], query: Position, block: Position, scores: Any) -> None:
         """The scores of a block; -inf beyond the last key."""
         attention = self.attention
-        rest = attention.keys % self.width
         if self.panels % attention.block:
             # The last block has fewer panels than the others.
             along(
@@ -105,32 +109,36 @@ class _Writer:
             tirx.min(attention.block, self.panels - block * attention.block) if self.blocks > 1 else self.panels
         ) as step:
             panel = block * attention.block + step
-            tile = RegisterTile(self.rows, pieces(self.width, self.profile.stored_lanes), self.profile)
-            tile.multiply(
-                self.depth,
-                along_rows(
-                    self.rows,
-                    lambda i, k, n: self.read(attention.query, (*z, query + i, k), n),
-                    self.profile,
-                    self.profile.by_lane and attention.query.layout.strides[-1] == 1,
-                ),
-                lambda k, begin, n: self.read(attention.key, (*z, panel, k, begin), n),
-            )
 
-            def keep(count: int) -> None:
+            def fill(width: int, keys: int, filled: int) -> None:
+                """A panel as far as `width`, of which so many are keys; its place in the row is `filled` up."""
+                tile = RegisterTile(self.rows, pieces(width, self.profile.stored_lanes), self.profile)
+                tile.multiply(
+                    self.depth,
+                    along_rows(
+                        self.rows,
+                        lambda i, k, n: self.read(attention.query, (*z, query + i, k), n),
+                        self.profile,
+                        self.profile.by_lane and attention.query.layout.strides[-1] == 1,
+                    ),
+                    lambda k, begin, n: self.read(attention.key, (*z, panel, k, begin), n),
+                )
                 for i in range(self.rows):
                     at = i * self.length + step * self.width
-                    for begin, n in pieces(count, self.lanes):
+                    for begin, n in pieces(keys, self.lanes):
                         index = (*z, query + i, panel * self.width + begin)
                         score = evaluate(attention.scores, self.buffers, index, n, tile.value(i, begin, n))
                         vectors.store(scores, at + begin, score, n)
-                    for begin, n in pieces(self.width - count, self.lanes):
-                        vectors.store(scores, at + count + begin, vectors.splat(-math.inf, n), n)
+                    for begin, n in pieces(filled - keys, self.lanes):
+                        vectors.store(scores, at + keys + begin, vectors.splat(-math.inf, n), n)
 
-            if not rest or self.panels == 1:
-                keep(rest or self.width)
+            last = functools.partial(fill, self.narrow, self.last, self.length % self.width or self.width)
+            if self.panels == 1:
+                last()
+            elif self.last == self.width:
+                fill(self.width, self.width, self.width)
             else:
-                when(panel < self.panels - 1, lambda: keep(self.width), lambda: keep(rest))
+                when(panel < self.panels - 1, lambda: fill(self.width, self.width, self.width), last)
 
     def read(self, load: Load | Panels, index: Sequence[Position], lanes: int) -> Value:
         return vectors.load(self.buffers[load.argument], address(load.layout, index), lanes, dtype=self.profile.stored)
