@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.function import address, scratch, steps
+from attnrewrite.targets.tvm.schedules.cpu.function import FIRST_CACHE, address, prefetch, scratch, steps
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Load
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous, unravel
 
+ROWS_AHEAD = 8  # of a panel: so long before their turn are they asked for
 FEWEST_LANES = 4  # that lie side by side in all rows of an image, so that copying is little beside multiplying
 Row = Callable[[Position, int, int], Value]  # of a panel: its number, the first column, and how many
 
@@ -86,8 +87,12 @@ class Lying:
         return min(tile, columns)
 
     def rows(self, buffer: Any, panel: Panel, profile: Profile) -> Row:
+        """Asked for before their turn: they lie so far apart that no processor looks ahead by itself."""
+
         def row(k: Position, begin: int, lanes: int) -> Value:
             at = address(self.layout, (*panel.z, k, panel.column + begin))
+            if lanes > 1 and not profile.by_lane:
+                prefetch(buffer, at + ROWS_AHEAD * self.layout.strides[-2], FIRST_CACHE)
             return vectors.load(buffer, at, lanes, dtype=profile.stored)
 
         return row

@@ -20,7 +20,7 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     steps,
     when,
 )
-from attnrewrite.targets.tvm.schedules.cpu.operands import Panel, Panels, Right, Row, spread
+from attnrewrite.targets.tvm.schedules.cpu.operands import ROWS_AHEAD, Panel, Panels, Right, Row, spread
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import (
     Band,
     Multipliers,
@@ -36,7 +36,6 @@ from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout
 
 CACHE_LINE = 64  # bytes
-ROWS_AHEAD = 8  # of a panel: so long before their turn are they asked for
 
 
 @dataclass(frozen=True)
