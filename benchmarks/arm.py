@@ -43,7 +43,8 @@ def built(model: str, size: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     import timm
 
     torch.manual_seed(0)
-    return timm.create_model(model, img_size=size).eval(), (torch.randn(1, 3, size, size),)
+    options = {"img_size": size} if timm.get_pretrained_cfg(model).fixed_input_size else {}
+    return timm.create_model(model, **options).eval(), (torch.randn(1, 3, size, size),)
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,9 @@ class Compression:
 class Decision:
     """What became of one value of the lowered graph: the rule that took its operators, or why none did.
 
-    `operators` are those that one kernel does, the last one first. `multiply_adds` is how many they make, `share` their
-    part of the whole model's; `reason` is None where a rule took them.
+    `operators` are those that one kernel does, the last one first. `multiply_adds` is how many they make as they are
+    written (Winograd's algorithm gets by with fewer), `share` their part of the whole model's; `reason` is None where a
+    rule took them, and `before` says why rules that were asked before did not.
     """
 
     value: str
@@ -60,6 +61,7 @@ class Decision:
     multiply_adds: int
     share: float
     reason: str | None = None
+    before: tuple[str, ...] = ()
 
 
 def ports(arrays: Sequence[np.ndarray]) -> tuple[Port, ...]:

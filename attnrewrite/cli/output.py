@@ -204,7 +204,8 @@ def schedule_table(artifact: "Artifact") -> "RenderableType":
     alike: dict[tuple[str, str, str], list[float]] = {}
     for each in artifact.operators:
         # As they follow each other, where the record has the last one first.
-        row = (each.rule, ", ".join(reversed(each.operators)), each.reason or "")
+        why = each.reason or "; ".join(each.before)
+        row = (each.rule, ", ".join(reversed(each.operators)), why)
         alike.setdefault(row, []).append(each.share)
     rows = [
         [rule, operators, str(len(shares)), f"{100 * sum(shares):.1f} %", why]

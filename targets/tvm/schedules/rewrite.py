@@ -46,10 +46,10 @@ def rewrite(module: Any, rules: Sequence[Rule], profile: Profile) -> Scheduled:
         var = binding.var
         if var not in needed:
             continue
-        rule, outcome = _choose(Call(graph, var, graph.operator(var)), rules, profile)
+        rule, outcome, before = _choose(Call(graph, var, graph.operator(var)), rules, profile)
         if isinstance(outcome, Kernel):
             kernels[var] = outcome
-            found.append(_Found(var, rule, None, outcome.covers))
+            found.append(_Found(var, rule, None, outcome.covers, before))
             needed.update(base for step in outcome.steps for base in step.arguments if isinstance(base, relax.Var))
         else:
             if outcome is not None:
@@ -70,22 +70,26 @@ def _unreadable(module: Any) -> Refusal | None:
     return None
 
 
-def _choose(call: Call, rules: Sequence[Rule], profile: Profile) -> tuple[str, Kernel | Refusal | None]:
-    """The rule that takes a value and its kernel; else why none does, or None where there is nothing to compute."""
+def _choose(
+    call: Call, rules: Sequence[Rule], profile: Profile
+) -> tuple[str, Kernel | Refusal | None, tuple[Refusal, ...]]:
+    """The rule that takes a value, its kernel, and why rules that were asked before do not; else why none does, or None
+    where there is nothing to compute.
+    """
     if not isinstance(call.var.ty, relax.TensorType) or _is_free(call):
-        return FALLBACK, None
+        return FALLBACK, None, ()
     if not is_float(call.var):
-        return FALLBACK, Refusal("dtype", f"is {call.var.ty.dtype} or of unknown shape")
+        return FALLBACK, Refusal("dtype", f"is {call.var.ty.dtype} or of unknown shape"), ()
     if 0 in shape(call.var):
-        return FALLBACK, Refusal("empty", "has no elements")
-    reasons = []
+        return FALLBACK, Refusal("empty", "has no elements"), ()
+    told: list[Refusal] = []
     for rule in rules:
         outcome = rule.apply(call, profile)
         if isinstance(outcome, Kernel):
-            return rule.name, outcome
-        reasons.append(outcome)
-    told = [reason for reason in reasons if reason.code not in NOT_MINE]
-    return FALLBACK, told[0] if told else Refusal("no-rule", f"is {call.operator}, which no rule takes")
+            return rule.name, outcome, tuple(told)
+        if outcome.code not in NOT_MINE:
+            told.append(outcome)
+    return FALLBACK, told[0] if told else Refusal("no-rule", f"is {call.operator}, which no rule takes"), ()
 
 
 def _is_free(call: Call) -> bool:
@@ -182,6 +186,7 @@ class _Found:
     rule: str
     reason: str | None
     covers: tuple[Any, ...]
+    before: tuple[Refusal, ...] = ()
 
 
 def _decisions(graph: Graph, found: Sequence[_Found]) -> tuple[Decision, ...]:
@@ -196,6 +201,7 @@ def _decisions(graph: Graph, found: Sequence[_Found]) -> tuple[Decision, ...]:
             multiply_adds=count,
             share=count / total,
             reason=each.reason,
+            before=tuple(map(str, each.before)),
         )
         for each, count in zip(found, counts, strict=True)
     )
