@@ -198,8 +198,9 @@ class Workplace:
         if on_disk:
             require_disk(what, streams * count * widest)
         solving = max((branch.solver_bytes for branch in ends), default=0)
-        searching = [point.branch.weight.shape[1] for point in points if point.branch is not None and point.searches]
-        held = max([solving, *map(held_bytes, searching)]) + (0 if on_disk else waiting)
+        widths = [point.branch.weight.shape[1] for point in points if point.branch is not None and point.searches]
+        searching = [held_bytes(width, count * widest // (4 * width)) for width in widths]
+        held = max(solving, *searching, 0) + (0 if on_disk else waiting)
         images = sized(pool, what, lambda *inputs: blocks.gradients(inputs, 0), given.execution, device, held)
         size = given.processes.from_owner(images.batch_size, 0)  # all processes have the same batches
         return cls(given, replace(images, batch_size=size), on_disk)

@@ -18,7 +18,8 @@ TOKENS = 16_384  # that are searched with: half of them lose a twentieth of the 
 CHECKED = 4_096  # others, which say whether a search has helped
 AT_ONCE = 2_048  # tokens whose intermediate results are held
 STEPS = 40  # of L-BFGS
-TENSORS = 5  # query, key, value, bias and softmax's output
+TENSORS = 5  # query, key, value, softmax's output, and one to spare
+INTERMEDIATE = 10  # times as much is held of a part to descend in
 
 Sample = tuple[Heads, Tensor]  # what a form reads, and what softmax makes of it [B, H, N, e]
 
@@ -46,9 +47,12 @@ def search(form: Form, softmax: Form, heads: Iterable[Heads]) -> None:
                 parameter.copy_(better)
 
 
-def held_bytes(width: int) -> int:
-    """What a search holds at a site of so many channels: its sample, and what is computed of a part of it."""
-    return 4 * width * (TENSORS * (TOKENS + CHECKED) + 10 * TENSORS * AT_ONCE)
+def held_bytes(width: int, tokens: int) -> int:
+    """What a search holds at a site of so many channels that sees so many tokens in all: its sample, and what is
+    computed of a part of it. Nothing is searched with less than a part.
+    """
+    sample = min(tokens, TOKENS + CHECKED) + INTERMEDIATE * AT_ONCE
+    return 4 * width * TENSORS * sample if tokens >= AT_ONCE else 0
 
 
 def _samples(heads: Iterable[Heads], softmax: Form) -> Iterator[Sample]:

@@ -32,13 +32,16 @@ FOLDED = [
     ("mobile", {**ROWS, "keep_heads": 0.5}),
     ("mobile", {**ROWS, "keep_heads": (0, 3), "reading": "paper"}),
     ("additive", ROWS),
+    ("l1", ROWS),
+    ("l1", {}),
+    ("hedgehog", {}),
 ]
 KEPT = [
     ("relu-linear", {}),
     ("mobile", {"keep_heads": 0.5}),
     ("additive", {**ROWS, "local": True}),
     ("mobile", {**ROWS, "keep_heads": 0.5, "local": True}),
-    ("l1", ROWS),
+    ("l1", {**ROWS, "centred": False}),
 ]
 
 
