@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from attnrewrite.calibration import maps
 from attnrewrite.calibration.branches import Branch, branches
 from attnrewrite.calibration.cuts import Cuts
-from attnrewrite.calibration.importance import Blocks, Importance, importance
-from attnrewrite.calibration.maps import held_bytes, search
+from attnrewrite.calibration.importance import DRAWS, Blocks, Importance, importance
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.room import room, sized
 from attnrewrite.calibration.segments import Segments, rewritten_site, site_heads
@@ -124,7 +124,7 @@ class Fit:
         try:
             if self.forms and point.site is not None:
                 point.site.form.refine(lambda: teacher_heads(teacher, name))
-                search(point.site.form, _teacher_site(teacher, name).form, teacher_heads(teacher, name))
+                maps.search(point.site.form, _teacher_site(teacher, name).form, _some_heads(teacher, name))
             cut = student.order[point.stream] + 1
             cut = cut if following is None else min(cut, student.order[following.node])
             teacher.advance(cut, keep=(teacher.node(point.stream.name),))
@@ -166,6 +166,7 @@ class Workplace:
     given: StageInput
     images: Pool
     on_disk: bool
+    draws: int = DRAWS
 
     @classmethod
     def of(
@@ -175,9 +176,10 @@ class Workplace:
         points: Sequence["Point"],
         streams: int = 2,
         pieces: Collection[str] | None = None,
+        draws: int = DRAWS,
     ) -> "Workplace":
         """For `what` fits `points` with so many `streams` of every image's activations, and differentiates the network
-        in `pieces` that end at the nodes of these names (at every branch's).
+        in `pieces` that end at the nodes of these names (at every branch's), in `draws` directions for each image.
 
         Raises:
             InputError: memory has no room for one image, or the disk none for all of them.
@@ -189,7 +191,7 @@ class Workplace:
             fitted -= fitted % given.images.batch_size
         pool = replace(given.images, parts=(fitted,) if chosen >= LEAST_CHOOSING and fitted else ())
         ends = [point.branch for point in points if point.branch is not None]
-        blocks = Blocks(given.teacher, pieces or [branch.node.name for branch in branches(given.teacher)])
+        blocks = Blocks(given.teacher, pieces or [branch.node.name for branch in branches(given.teacher)], draws)
         cuts = Cuts(given.student)
         widest = max((cuts.live_bytes(at) for at in cuts.between(point.node for point in points)), default=0)
         waiting = streams * count * widest // given.processes.size
@@ -199,11 +201,11 @@ class Workplace:
             require_disk(what, streams * count * widest)
         solving = max((branch.solver_bytes for branch in ends), default=0)
         widths = [point.branch.weight.shape[1] for point in points if point.branch is not None and point.searches]
-        searching = [held_bytes(width, count * widest // (4 * width)) for width in widths]
+        searching = [maps.held_bytes(width, count * widest // (4 * width * maps.IMAGES)) for width in widths]
         held = max(solving, *searching, 0) + (0 if on_disk else waiting)
         images = sized(pool, what, lambda *inputs: blocks.gradients(inputs, 0), given.execution, device, held)
         size = given.processes.from_owner(images.batch_size, 0)  # all processes have the same batches
-        return cls(given, replace(images, batch_size=size), on_disk)
+        return cls(given, replace(images, batch_size=size), on_disk, draws)
 
     def store(self) -> Store:
         return OnDisk() if self.on_disk else InMemory()
@@ -218,8 +220,10 @@ class Workplace:
             Segments(given.student, self.images, processes, self.store()) as student,
         ):
             known = given.weights
-            weights = importance(given.teacher, self.images, processes, energy) if known is None else known(self.images)
-            yield teacher, student, weights
+            if known is None:
+                yield teacher, student, importance(given.teacher, self.images, processes, energy, self.draws)
+            else:
+                yield teacher, student, known(self.images)
 
 
 def fit_points(student: GraphModule) -> list[Point]:
@@ -251,6 +255,17 @@ def teacher_heads(teacher: Segments, name: str) -> Iterator[Heads]:
         owner = index % teacher.processes.size
         heads = site_heads(site, node, next(mine)[1]) if owner == teacher.processes.rank else None
         yield teacher.processes.from_owner(heads, owner)
+
+
+def _some_heads(teacher: Segments, name: str) -> Iterator[Heads]:
+    """The same of the first of the images, one in maps.IMAGES."""
+    images = teacher.images
+    limit = len(images.images) // maps.IMAGES
+    for (start, stop), heads in zip(images.bounds, teacher_heads(teacher, name), strict=False):
+        if start >= limit:
+            return
+        rows = len(heads.query) // (stop - start) * (min(stop, limit) - start)
+        yield maps.first_rows(heads, rows)
 
 
 def _teacher_site(teacher: Segments, name: str) -> SiteModule:

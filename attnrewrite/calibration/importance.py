@@ -24,7 +24,7 @@ from attnrewrite.calibration.segments import Values
 from attnrewrite.calibration.store import InMemory, Store
 from attnrewrite.images.pool import Pool, first_tensor
 
-DRAWS = 2  # directions for each image: a weight need not be exact, and there are many images
+DRAWS = 1  # of directions for each image: for a closed form a weight need not be exact, as there are many images
 EVEN = 0.1  # added to weights of mean one: the fit stays sane where the answer is not read, and sees more samples
 
 Gradients = dict[str, Tensor]  # a node's name -> d answer / d its value, for one direction
@@ -46,14 +46,16 @@ class Importance:
         return rows / max(self.mean[branch], torch.finfo(rows.dtype).tiny) + EVEN
 
 
-def importance(teacher: GraphModule, images: Pool, processes: Processes, store: Store | None = None) -> Importance:
+def importance(
+    teacher: GraphModule, images: Pool, processes: Processes, store: Store | None = None, draws: int = DRAWS
+) -> Importance:
     """The weights of every row of every branch of `teacher`, the same whatever the batches are.
 
-    One backward pass through the teacher for each direction; nothing is trained. Memory: one block's activations for a
-    batch, what stands between the blocks, and a number for each token, which `store` keeps.
+    One backward pass through the teacher for each of `draws` directions; nothing is trained. Memory: one block's
+    activations for a batch, what stands between the blocks, and a number for each token, which `store` keeps.
     """
     found = {branch.node.name: branch for branch in branches(teacher)}
-    blocks = Blocks(teacher, found)
+    blocks = Blocks(teacher, found, draws)
     energy = InMemory() if store is None else store
     sums = dict.fromkeys(found, (0.0, 0.0))
     for index in range(processes.rank, len(images), processes.size):
@@ -79,18 +81,18 @@ def _means(sums: Mapping[str, tuple[float, float]], processes: Processes) -> dic
 class Blocks:
     """`module` in pieces, which end where least is live before each of the values called `names`."""
 
-    def __init__(self, module: GraphModule, names: Collection[str]) -> None:
-        self.module, self.names = module, frozenset(names)
+    def __init__(self, module: GraphModule, names: Collection[str], draws: int = DRAWS) -> None:
+        self.module, self.names, self.draws = module, frozenset(names), draws
         self.cuts = Cuts(module)
         self.nodes = self.cuts.nodes[:-1]  # without the output
         inside = self.cuts.between(node for node in self.nodes if node.name in self.names)
         self.pieces = tuple(zip((0, *inside), (*inside, len(self.nodes)), strict=True))
 
     def gradients(self, batch: Sequence[Tensor], first: int) -> list[Gradients]:
-        """The answer's gradients at the values called `names`, for each of DRAWS directions; ones, where the answer has
-        none (class indices). `first` is the number of the batch's first image: each image has directions of its own.
+        """The answer's gradients at the values called `names`, for each of `draws` directions; ones, where the answer
+        has none (class indices). `first` is the number of the batch's first image: each has directions of its own.
         """
-        found: list[Gradients] = [{} for _ in range(DRAWS)]
+        found: list[Gradients] = [{} for _ in range(self.draws)]
         behind: list[list[Tensor]] = []  # for each direction, the gradients at `heads`
         heads: list[Node] = []
         for (start, stop), held in zip(reversed(self.pieces), reversed(self._forward(batch)), strict=True):
@@ -101,11 +103,12 @@ class Blocks:
             if stop == len(self.nodes):
                 ends = [self._answer(values)]
                 if not ends[0].requires_grad:
-                    return [self._ones(batch) for _ in range(DRAWS)]
-                behind = [[_direction(ends[0], first, number)] for number in range(DRAWS)]
+                    return [self._ones(batch) for _ in range(self.draws)]
+                seeds = range(first * self.draws, (first + len(ends[0])) * self.draws)
+                behind = [[_direction(ends[0], seeds[number :: self.draws])] for number in range(self.draws)]
             by = [*sources.values(), *named.values()]
             for number, given in enumerate(behind):
-                grads = _gradients(ends, by, given, again=number + 1 < DRAWS)
+                grads = _gradients(ends, by, given, again=number + 1 < self.draws)
                 behind[number] = grads[: len(sources)]
                 found[number] |= zip(named, (_finite(each) for each in grads[len(sources) :]), strict=True)
             heads = list(sources)
@@ -179,12 +182,11 @@ def _finite(gradient: Tensor) -> Tensor:
     return gradient.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _direction(answer: Tensor, first: int, number: int) -> Tensor:
-    """A random change of the answer [images, ...], drawn for each image by itself; of logits [images, classes], one
-    that softmax sees.
+def _direction(answer: Tensor, seeds: range) -> Tensor:
+    """A random change of the answer [images, ...], drawn for each image from its own seed; of logits [images, classes],
+    one that softmax sees.
     """
-    images = range(first, first + len(answer))
-    drawn = torch.stack([_drawn(answer.shape[1:], image * DRAWS + number) for image in images]).to(answer)
+    drawn = torch.stack([_drawn(answer.shape[1:], seed) for seed in seeds]).to(answer)
     return drawn - drawn.mean(1, keepdim=True) if answer.dim() == 2 and answer.shape[1] > 1 else drawn
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from attnrewrite.variants.base import Form, Heads
 from attnrewrite.variants.parts.tensors import wide
 
-TOKENS = 16_384  # that are searched with: half of them lose a twentieth of the gain, three times as many add none
+IMAGES = 8  # one in so many is searched with: a search costs no more beside a forward pass, however many there are,
+TOKENS = 16_384  # and no more than so many tokens
 CHECKED = 4_096  # others, which say whether a search has helped
-AT_ONCE = 2_048  # tokens whose intermediate results are held
+AT_ONCE = 512  # tokens whose intermediate results are held
 STEPS = 40  # of L-BFGS
 TENSORS = 5  # query, key, value, softmax's output, and one to spare
 INTERMEDIATE = 10  # times as much is held of a part to descend in
@@ -65,7 +66,7 @@ def _samples(heads: Iterable[Heads], softmax: Form) -> Iterator[Sample]:
         size = max(1, AT_ONCE // queries)
         while sum(len(each.query) for each in waiting) >= size:
             whole = _joined(waiting)
-            part, rest = _rows(whole, slice(0, size)), _rows(whole, slice(size, None))
+            part, rest = _widened(first_rows(whole, size)), _rows(whole, slice(size, None))
             waiting = [rest]
             with torch.no_grad():
                 yield part, softmax(*part)
@@ -86,11 +87,19 @@ def _joined(batches: Sequence[Heads]) -> Heads:
     return Heads(query, key, value, biases[0] if shared else torch.cat(biases))
 
 
+def first_rows(heads: Heads, count: int) -> Heads:
+    """The heads of the first `count` images (or windows)."""
+    return _rows(heads, slice(0, count))
+
+
 def _rows(heads: Heads, rows: slice) -> Heads:
-    """Some images' heads, wide enough to descend in."""
     bias = heads.bias if heads.bias is None or len(heads.bias) == 1 else heads.bias[rows]
-    query, key, value = (wide(part[rows]) for part in heads[:3])
-    return Heads(query, key, value, None if bias is None else wide(bias))
+    return Heads(heads.query[rows], heads.key[rows], heads.value[rows], bias)
+
+
+def _widened(heads: Heads) -> Heads:
+    """In a precision to descend in."""
+    return Heads(*(None if part is None else wide(part) for part in heads))  # type: ignore[arg-type]
 
 
 def _variances(samples: Sequence[Sample]) -> Tensor:

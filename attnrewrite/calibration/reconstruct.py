@@ -43,6 +43,7 @@ class Reconstruction:
     steps: int
     rate: float = 3e-3
     blocks: int = 2  # one alone sees less of what follows; all together is distillation
+    draws: int = 2  # of directions for importance: descent takes every image by itself, and few at a time
     name: str = "reconstruction"
 
     def run(self, given: StageInput) -> tuple[str, ...]:
@@ -51,7 +52,7 @@ class Reconstruction:
         points = fit_points(student)
         windows = _windows(given, points, self.blocks)
         ends = [branch.node.name for window in windows for branch in list(window.ends.values())[-1:]]
-        work = Workplace.of(self.name, given, points, pieces=ends)
+        work = Workplace.of(self.name, given, points, pieces=ends, draws=self.draws)
         key = training_key(given, self)
         found = checkpoint(given, self.name, key) or {"windows": 0, "student": tensors}
         student.load_state_dict(found["student"])
