@@ -25,6 +25,7 @@ from attnrewrite.calibration.store import InMemory, Store
 from attnrewrite.images.pool import Pool, first_tensor
 
 DRAWS = 1  # of directions for each image: for a closed form a weight need not be exact, as there are many images
+FINE_DRAWS = 2  # where blocks are trained a few images at a time, or forms compared by small differences
 EVEN = 0.1  # added to weights of mean one: the fit stays sane where the answer is not read, and sees more samples
 
 Gradients = dict[str, Tensor]  # a node's name -> d answer / d its value, for one direction

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnrewrite.variants.base import Form, Heads
 from attnrewrite.variants.parts.tensors import wide
 
-IMAGES = 8  # one in so many is searched with: a search costs no more beside a forward pass, however many there are,
+IMAGES = 10  # one in so many is searched with: a search costs no more beside a forward pass, however many there are,
 TOKENS = 16_384  # and no more than so many tokens
 CHECKED = 4_096  # others, which say whether a search has helped
 AT_ONCE = 512  # tokens whose intermediate results are held

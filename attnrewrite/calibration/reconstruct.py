@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from attnrewrite.calibration.branches import Branch, branches
 from attnrewrite.calibration.fit import Fit, Point, Workplace, fit_points
-from attnrewrite.calibration.importance import Importance
+from attnrewrite.calibration.importance import FINE_DRAWS, Importance
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.train import Schedule, check_losses, checkpoint, descend, snapshot, training_key
@@ -43,7 +43,6 @@ class Reconstruction:
     steps: int
     rate: float = 3e-3
     blocks: int = 2  # one alone sees less of what follows; all together is distillation
-    draws: int = 2  # of directions for importance: descent takes every image by itself, and few at a time
     name: str = "reconstruction"
 
     def run(self, given: StageInput) -> tuple[str, ...]:
@@ -52,7 +51,7 @@ class Reconstruction:
         points = fit_points(student)
         windows = _windows(given, points, self.blocks)
         ends = [branch.node.name for window in windows for branch in list(window.ends.values())[-1:]]
-        work = Workplace.of(self.name, given, points, pieces=ends, draws=self.draws)
+        work = Workplace.of(self.name, given, points, pieces=ends, draws=FINE_DRAWS)
         key = training_key(given, self)
         found = checkpoint(given, self.name, key) or {"windows": 0, "student": tensors}
         student.load_state_dict(found["student"])

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from attnrewrite.calibration.fit import Fit
-from attnrewrite.calibration.importance import Importance, importance
+from attnrewrite.calibration.importance import FINE_DRAWS, Importance, importance
 from attnrewrite.calibration.processes import Processes, placed
 from attnrewrite.calibration.stage import StageInput
 from attnrewrite.calibration.stages import split
@@ -70,5 +70,7 @@ class _Fold:
     def weights(self, images: Pool) -> Importance:
         """What the tokens of `images`, those to fit, count. A number for each token stays in memory."""
         if images.batch_size not in self._known:
-            self._known[images.batch_size] = importance(self.extraction.teacher, images, self.processes)
+            self._known[images.batch_size] = importance(
+                self.extraction.teacher, images, self.processes, draws=FINE_DRAWS
+            )
         return self._known[images.batch_size]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnrewrite.calibration.fit import Fit, Point, Workplace, check_finite, fit_points, teacher_heads
-from attnrewrite.calibration.importance import Importance
+from attnrewrite.calibration.importance import FINE_DRAWS, Importance
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput, divergence
@@ -42,7 +42,7 @@ def trials(given: StageInput, sites: Sequence[AttentionSite], candidates: Sequen
     """
     by_id = {site.id: site for site in sites}
     points = fit_points(given.student)
-    work = Workplace.of("selection", given, points, streams=2 + KEPT)
+    work = Workplace.of("selection", given, points, streams=2 + KEPT, draws=FINE_DRAWS)
     with ExitStack() as stack:
         teacher, student, weights = stack.enter_context(work.opened())
         # Every process needs the whole output, so that each runs all held-out images.
