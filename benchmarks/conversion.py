@@ -5,7 +5,7 @@
         [--seeds 0,1,2] [--steps 200] [--floor] [--auto "published;all" --max-drop 0.5]
 
 Every form stands on every site; calibration sees no labels. Multiply-adds are those of attention, of softmax's.
-`--rows` go through all stages, `--closed-form` stop after the fit, which takes no gradient steps. `--floor` adds the
+`--rows` go through all stages, `--closed-form` stop after the fit, which does not train the network. `--floor` adds the
 same model from weights drawn anew, distilled for as many steps. A seed draws the calibration images; the spread is the
 standard deviation over seeds. Rows of --auto are selections within --max-drop, fitted in closed form: how many sites
 were replaced, the whole model's multiply-adds as part of the original's, what was promised, what was lost.

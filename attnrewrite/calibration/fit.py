@@ -1,4 +1,8 @@
-"""The closed-form stage: forms, output projections and MLPs fitted to the teacher in network order, no gradients."""
+"""The closed-form stage: forms, output projections and MLPs fitted to the teacher in network order.
+
+The network is not differentiated but for what tokens count; maps inside a form, which have no closed form, are
+searched for each by itself (`maps.py`).
+"""
 
 import copy
 import math
@@ -80,9 +84,10 @@ class Point:
 @dataclass(frozen=True)
 class Fit:
     """Site by site in network order: (a) where `forms`, the form refines its own constants, and its local branch, on
-    the teacher's activations; (b) the output projection, and (c) every later linear map that ends a residual branch, is
-    fitted by ridge regression to the residual target, teacher's stream minus student's, where each token counts as much
-    as the teacher's answer depends on it.
+    the teacher's activations, and its maps are searched (not with too few tokens to check a search); (b) the output
+    projection, and (c) every later linear map that ends a residual branch, is fitted by ridge regression to the
+    residual target, teacher's stream minus student's, where each token counts as much as the teacher's answer depends
+    on it.
 
     The ridge is relative to each column's energy (`ridge`, where there are too few images to choose); else one image in
     CHOOSING_SHARE chooses it, or no change at all. Statistics are float64; memory is one batch and them, and the result

@@ -136,7 +136,6 @@ class L1(LinearVariant):
     """centred: the conversion mode, with keys about their mean beside the values' mean, and maps of query and key that
     calibration finds and projections hold; false is the paper's.
 
-
     order: auto, qk or kv. single_head: the paper's one head.
     relu: the paper's ReLU for GELU in the MLPs, which the pass that rewrites the graph carries out.
     """
