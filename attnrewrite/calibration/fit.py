@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -25,6 +26,7 @@ from attnrewrite.calibration.segments import Segments, rewritten_site, site_head
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.store import InMemory, OnDisk, Store, require_disk
 from attnrewrite.errors import CheckFailedError
+from attnrewrite.images.augment import repeated
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.variants.base import Heads
@@ -105,6 +107,7 @@ class Fit:
         before = distance(given).loss
         points = fit_points(student)
         undo: list[Undo] = []
+        unsearched: list[str] = []
         work = Workplace.of(self.name, given, points)
         with work.opened() as (teacher, own, weights):
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
@@ -112,10 +115,13 @@ class Fit:
                 for segments in (teacher, own):
                     segments.advance(own.order[point.node])
                 undo.append(point.undo())
-                self.fit_point(point, following, teacher, own, weights)
+                if not self.fit_point(point, following, teacher, own, weights):
+                    unsearched.append(point.name)
         given.report(self.name, len(points), len(points))
         kept = _back_off(given, points, undo, before)
         notes = tuple(_left_out(points))
+        if unsearched:
+            notes += (f"maps are not searched, as that takes more images: {', '.join(unsearched)}",)
         if kept == len(points):
             return notes
         taken_back = ", ".join(point.name for point in points[kept:])
@@ -123,13 +129,16 @@ class Fit:
 
     def fit_point(
         self, point: Point, following: Point | None, teacher: Segments, student: Segments, weights: Importance
-    ) -> None:
-        """Fit one point, which both stand before and which `following` comes after."""
-        name = point.node.name
+    ) -> bool:
+        """Fit one point, which both stand before and which `following` comes after. False: its form has maps to be
+        searched, and there are too few tokens for that.
+        """
+        name, searched = point.node.name, True
         try:
             if self.forms and point.site is not None:
                 point.site.form.refine(lambda: teacher_heads(teacher, name))
-                maps.search(point.site.form, _teacher_site(teacher, name).form, _some_heads(teacher, name))
+                softmax = _teacher_site(teacher, name).form
+                searched = maps.search(point.site.form, softmax, _some_heads(teacher, name))
             cut = student.order[point.stream] + 1
             cut = cut if following is None else min(cut, student.order[following.node])
             teacher.advance(cut, keep=(teacher.node(point.stream.name),))
@@ -139,6 +148,7 @@ class Fit:
             told = f"{self.name}: {point.name} has no solution ({error}); {_way_out(point)}"
             raise CheckFailedError(told, site=point.site_id) from error
         check_finite(self.name, point)
+        return searched
 
     def residual_fit(self, branch: Branch, teacher: Segments, student: Segments, weights: Importance) -> Tensor:
         """The change of the branch's map, [columns, outputs]."""
@@ -182,9 +192,11 @@ class Workplace:
         streams: int = 2,
         pieces: Collection[str] | None = None,
         draws: int = DRAWS,
+        times: int = 1,
     ) -> "Workplace":
         """For `what` fits `points` with so many `streams` of every image's activations, and differentiates the network
         in `pieces` that end at the nodes of these names (at every branch's), in `draws` directions for each image.
+        Each image comes so many `times`, moved but for the first.
 
         Raises:
             InputError: memory has no room for one image, or the disk none for all of them.
@@ -195,6 +207,10 @@ class Workplace:
         if given.images.filled:  # whole batches: what fills one up would be fitted to and chosen by
             fitted -= fitted % given.images.batch_size
         pool = replace(given.images, parts=(fitted,) if chosen >= LEAST_CHOOSING and fitted else ())
+        if times > 1:
+            order = np.concatenate([np.tile(part, times) for part in np.split(np.arange(count), pool.parts)])
+            parts = tuple(part * times for part in pool.parts)
+            pool, count = replace(pool, images=repeated(pool.images, order), parts=parts), len(order)
         ends = [point.branch for point in points if point.branch is not None]
         blocks = Blocks(given.teacher, pieces or [branch.node.name for branch in branches(given.teacher)], draws)
         cuts = Cuts(given.student)

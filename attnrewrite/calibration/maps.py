@@ -25,20 +25,20 @@ INTERMEDIATE = 10  # times as much is held of a part to descend in
 Sample = tuple[Heads, Tensor]  # what a form reads, and what softmax makes of it [B, H, N, e]
 
 
-def search(form: Form, softmax: Form, heads: Iterable[Heads]) -> None:
+def search(form: Form, softmax: Form, heads: Iterable[Heads]) -> bool:
     """Change the parameters that `form` names in `searched` so that it gives what `softmax` gives, by L-BFGS (Liu and
     Nocedal 1989) on the first TOKENS tokens of `heads`: the squared error of each head's output over its variance.
 
     Where it is no closer on the CHECKED tokens after them, the parameters are left as they are. The result does not
-    depend on how `heads` come in batches.
+    depend on how `heads` come in batches. False: there are too few tokens to search with and to check.
     """
     if not form.searched():
-        return
+        return True
     samples = list(_samples(heads, softmax))
     fitted = samples[: max(1, len(samples) * TOKENS // (TOKENS + CHECKED))]
     checked = samples[len(fitted) :]
     if not checked:
-        return
+        return False
     start = copy.deepcopy(form).to(torch.promote_types(form.searched()[0].dtype, torch.float32))
     found = copy.deepcopy(start)
     _descend(found, fitted)
@@ -46,6 +46,7 @@ def search(form: Form, softmax: Form, heads: Iterable[Heads]) -> None:
         if _error(found, checked) < _error(start, checked):
             for parameter, better in zip(form.searched(), found.searched(), strict=True):
                 parameter.copy_(better)
+    return True
 
 
 def held_bytes(width: int, tokens: int) -> int:

@@ -17,6 +17,8 @@ from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.train import Schedule, check_losses, checkpoint, descend, snapshot, training_key
 from attnrewrite.passes.verify import rewritten_sites
 
+SEEN = 5  # times that blocks see an image: where there are too few, each comes moved as well, or they learn it by heart
+
 
 @dataclass(frozen=True)
 class Window:
@@ -51,7 +53,9 @@ class Reconstruction:
         points = fit_points(student)
         windows = _windows(given, points, self.blocks)
         ends = [branch.node.name for window in windows for branch in list(window.ends.values())[-1:]]
-        work = Workplace.of(self.name, given, points, pieces=ends, draws=FINE_DRAWS)
+        seen = self.steps * given.images.batch_size / len(given.images.images)
+        times = max(1, round(seen / SEEN))
+        work = Workplace.of(self.name, given, points, pieces=ends, draws=FINE_DRAWS, times=times)
         key = training_key(given, self)
         found = checkpoint(given, self.name, key) or {"windows": 0, "student": tensors}
         student.load_state_dict(found["student"])
@@ -152,7 +156,7 @@ class _Target:
             streams = self.of(batch).values()
             sums += torch.stack([(stream.square() * weight).sum().float() for stream, weight in streams])
         given.processes.add_up(sums)
-        batches = math.ceil(len(given.images.images) / given.images.batch_size)
+        batches = math.ceil(len(self.teacher.images.images) / given.images.batch_size)
         sums = (sums * (len(sums) / batches)).clamp(min=torch.finfo(sums.dtype).tiny)
         return dict(zip(self.window.ends, sums, strict=True))
 

@@ -3,13 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from fits import KINDS, Attention, Mlp, calibration
+from fits import KINDS, Attention, Mlp, calibration, pictures
 from torch import Tensor, nn
 
 from attnrewrite.calibration.branches import branches
-from attnrewrite.calibration.fit import Fit
+from attnrewrite.calibration.fit import Fit, Workplace
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.reconstruct import Reconstruction
 from attnrewrite.calibration.segments import Segments
@@ -101,3 +102,22 @@ def test_a_window_that_training_makes_worse_is_left_and_named() -> None:
     (note,) = Reconstruction(steps=2, rate=float("inf")).run(given)
     assert note.startswith("not trained, as that made it worse: site0, ")
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize(("steps", "times"), [(1, 1), (60, 2)])
+def test_few_images_are_moved_so_that_none_is_seen_often(
+    steps: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The images that choose a ridge stay apart, moved or not, from those that it is for."""
+    made: list[Workplace] = []
+    own = Workplace.of
+    monkeypatch.setattr(Workplace, "of", lambda *given, **how: made.append(own(*given, **how)) or made[-1])
+    given = calibration("pre-norm", get_variant("l1"), images=pictures(96))
+    count = len(given.images.images)
+    Reconstruction(steps=steps).run(given)
+    (pool,) = (work.images for work in made)
+    assert len(pool.images) == times * count
+    (fitted,) = pool.parts
+    numbers = np.arange(times * count) if times == 1 else pool.images.x.chosen
+    assert not set(numbers[:fitted]) & set(numbers[fitted:])
+    assert sorted(numbers) == sorted([*range(count)] * times)
