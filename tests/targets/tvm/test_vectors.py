@@ -1,7 +1,6 @@
 """Arithmetic and loads on vectors, compiled for this machine; how rows of numbers are cut into them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +11,7 @@ tvm = pytest.importorskip("tvm")
 from kernels import HOST, Shape, erf
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.attention.rule import panels_in_block
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
-from attnrewrite.targets.tvm.schedules.cpu.operands import panels
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import bands_beside, best_bands, packed_bands
 from attnrewrite.targets.tvm.schedules.profile import cores, profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
@@ -142,13 +139,3 @@ def test_few_columns_left_over_are_summed_beside_a_tile(core: str, columns: int,
     bands = best_bands(processor, 48, columns)
     found = packed_bands(processor, 48, bands, whole=False, constant=True) or bands
     assert found[-1].beside == beside
-
-
-@pytest.mark.parametrize("l1", [1 << 15, 1 << 16])
-def test_no_panel_of_keys_makes_a_block_alone(l1: int) -> None:
-    processor = replace(profile("cortex-a76"), l1=l1)
-    for keys in range(8, 20000, 8):
-        count = keys // 8
-        block = panels_in_block(processor, 12, panels(0, (), 64, keys, 8))
-        assert count == 1 or count % block != 1
-        assert 4 * 12 * 8 * block <= l1 // 2

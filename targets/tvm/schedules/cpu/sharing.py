@@ -5,6 +5,7 @@ follow each other; so these go in the order in which results lie in memory, rows
 each of two threads has the same half of the rows.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,15 +28,23 @@ class Share:
     tiles: Position
 
 
-def parts(tiles: int, others: int, halved: bool) -> int:
+def parts(tiles: int, others: int, halved: bool, most: float = math.inf) -> int:
     """How many parts make tasks of `tiles` along the rows, `others` beside them: a power of two, if there are as many.
 
-    `halved`: two at least, which are the halves of whatever else is cut so.
+    `halved`: two at least, which are the halves of whatever else is cut so. `most`: the tiles of a part, but for one.
     """
     count = 2 if halved else 1
-    while count * others < TASKS:
+    while count * others < TASKS or (count < tiles and count * most < tiles):
         count *= 2
     return min(count, tiles)
+
+
+def taken(part: Position, tiles: int, cut: int) -> tuple[Position, Position]:
+    """The first of the tiles that a part of so many takes, and how many."""
+    if cut == tiles:
+        return part, 1
+    first = vectors.name(part * tiles // cut)
+    return first, vectors.name((part + 1) * tiles // cut - first)
 
 
 @contextmanager
@@ -45,5 +54,4 @@ def shares(out: Layout, rows: int, tiles: int, cut: int, across: int, work: int)
     """
     outer, strides = out.shape[:rows], out.strides[: rows + 1]
     with each((*outer, cut, across), work, (*strides, 0)) as (*z, part, panel):
-        first = vectors.name(part * tiles // cut)
-        yield Share(z, panel, first, vectors.name((part + 1) * tiles // cut - first))
+        yield Share(z, panel, *taken(part, tiles, cut))

@@ -12,15 +12,14 @@ from typing import Any
 from tvm import tirx
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu.attention.order import Order, Tile
 from attnrewrite.targets.tvm.schedules.cpu.function import (
     address,
     along,
-    each,
     evaluate,
     function,
     scratch,
     steps,
-    when,
 )
 from attnrewrite.targets.tvm.schedules.cpu.operands import Panels
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import RegisterTile, across_rows
@@ -43,18 +42,16 @@ class AttentionAcross:
     """out = epilogue(2^(scores(key query) - their largest), normalised, times value) over [outer..., tokens, channels].
 
     `query` is packed [outer..., panels, depth, queries], `key` [outer..., panels, depth, keys], `value`
-    [outer..., panels, keys, channels], each with its last panel shared; `scores` are over [outer..., keys, queries]. A
-    block has `block` panels of `keys` in all.
+    [outer..., panels, keys, channels], each with its last panel shared; `scores` are over [outer..., keys, queries].
     """
 
     query: Panels
     key: Panels
     value: Panels
-    keys: int
     scores: Expression
     out: Layout
     epilogue: Expression
-    block: int
+    order: Order
     name: str = "attention"
 
     def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
@@ -62,55 +59,75 @@ class AttentionAcross:
 
 
 class _Writer:
-    """The statements of one attention. What is kept of the blocks so far, for each query: the largest score, the sum of
-    the powers, and, where there are several blocks, those of values; with a single block, these stay in registers.
+    """The statements of one attention. What is kept of the blocks so far, for each query of a group: the largest score,
+    the sum of the powers, and, where there are several blocks, those of values; a single one's stay in registers.
     """
 
     def __init__(self, attention: AttentionAcross, buffers: Sequence[Any], profile: Profile) -> None:
-        self.attention, self.buffers, self.profile = attention, buffers, profile
-        *self.outer, self.queries, self.channels = attention.out.shape
-        self.tiles, self.depth, self.wide = attention.query.layout.shape[-3:]
-        self.panels, self.high = attention.key.layout.shape[-3], attention.key.width
-        self.parts = attention.value.layout.shape[-3]
-        self.blocks = -(-self.panels // attention.block)
-        self.length = attention.block * self.high  # keys of a block
+        self.attention, self.buffers, self.profile, self.order = attention, buffers, profile, attention.order
+        *self.outer, _, self.channels = attention.out.shape
+        self.depth, self.wide = attention.query.layout.shape[-2:]
+        self.high, self.parts = attention.key.width, attention.value.layout.shape[-3]
+        self.several = self.order.blocks > 1
         self.pieces = pieces(self.wide, profile.lanes)
 
     def write(self) -> None:
-        work = math.prod(self.outer) * self.queries * self.attention.keys * self.depth
-        with each((*self.outer, self.tiles), work) as (*z, tile):
-            self.z, self.tile = z, tile
-            self.query = vectors.name(tirx.min(tile * self.wide, self.queries - self.wide))
-            self.scores, stored = scratch(self.length * self.wide), self.profile.stored
-            self.powers = self.scores if stored == FLOAT32 else scratch(self.length * self.wide, stored)
+        order, stored = self.order, self.profile.stored
+        work = math.prod(self.outer) * order.queries * order.keys * self.depth
+        with order.over(self.outer, work) as (self.z, group):
+            self.scores = scratch(order.length * self.wide)
+            self.powers = self.scores if stored == FLOAT32 else scratch(order.length * self.wide, stored)
             self.largest, self.total, self.decay = (scratch(self.wide) for _ in range(3))
-            self.fill(self.largest, LOWEST)
-            self.fill(self.total, 0.0)
-            if self.blocks == 1:
-                self.block(0, self.attention.keys, self.finish)
-            else:
-                self.several()
+            if self.several:
+                self.kept = [scratch(order.group * self.wide) for _ in range(2)]
+                self.sums = scratch(order.group * self.parts * self.high * self.wide)
+                self.clear(*self.kept)
+                self.fill(self.sums, 0.0)
+            group.go(self.block, self.finish)
 
-    def several(self) -> None:
-        """Blocks one after the other, of which the last may have fewer keys."""
-        self.sums = scratch(self.parts * self.high * self.wide)
-        self.fill(self.sums, 0.0)
-        last = self.attention.keys - (self.blocks - 1) * self.length
-        with steps(self.blocks) as block:
-            whole = lambda: self.block(block, self.length, self.add)  # noqa: E731
-            when(block < self.blocks - 1, whole, lambda: self.block(block, last, self.add))
-        with steps(self.parts) as part:
-            self.finish(part, lambda i, at, n: vectors.load(self.sums, self.place(part, i) + at, n))
+    def clear(self, largest: Any, total: Any) -> None:
+        """Before the first block."""
+        self.fill(largest, LOWEST)
+        self.fill(total, 0.0)
 
     def fill(self, buffer: Any, number: float) -> None:
         length = int(buffer.shape[0])
         along((length,), self.profile.lanes, lambda _, at, n: vectors.store(buffer, at, vectors.splat(number, n), n))
 
-    def block(self, block: Position, keys: int, take: Callable[[Position, Sums], None]) -> None:
-        """Scores, powers and sums of values for `keys` of them: `take` gets the sums of each panel of channels."""
-        first = vectors.name(block * self.length)
-        self.score(block, first, keys)
+    def block(self, tile: Tile, block: Position, keys: int) -> None:
+        """Scores and powers for `keys` of them; sums of values, but those of a single block are left to `finish`."""
+        first = vectors.name(block * self.order.length)
+        if self.several:
+            self.recall(tile)
+        else:
+            self.clear(self.largest, self.total)
+        self.score(tile, block, first, keys)
         self.raise_to(keys)
+        if self.several:
+            for held, buffer in zip((self.largest, self.total), self.kept, strict=True):
+                self.copy(held, 0, buffer, tile.place * self.wide)
+            self.product(first, keys, lambda part, sums: self.add(tile, part, sums))
+
+    def finish(self, tile: Tile) -> None:
+        if not self.several:
+            self.product(0, self.order.keys, lambda part, sums: self.put(tile, part, sums))
+            return
+        self.recall(tile)
+        with steps(self.parts) as part:
+            self.put(tile, part, lambda i, at, n: vectors.load(self.sums, self.place(tile, part, i) + at, n))
+
+    def recall(self, tile: Tile) -> None:
+        """Take what is kept of a tile to where loops have it in registers, as each of the places is a constant."""
+        for held, buffer in zip((self.largest, self.total), self.kept, strict=True):
+            self.copy(buffer, tile.place * self.wide, held, 0)
+
+    def copy(self, source: Any, begin: Position, target: Any, to: Position) -> None:
+        """A number for each query of a tile."""
+        for at, n in self.pieces:
+            vectors.store(target, to + at, vectors.load(source, begin + at, n), n)
+
+    def product(self, first: Position, keys: int, take: Callable[[Position, Sums], None]) -> None:
+        """Powers times `keys` values from the `first` on: `take` gets the sums of each panel of channels."""
         with steps(self.parts) as part:
             tile = RegisterTile(self.high, pieces(self.wide, self.profile.stored_lanes), self.profile)
             value = self.attention.value
@@ -122,18 +139,17 @@ class _Writer:
             )
             take(part, tile.value)
 
-    def score(self, block: Position, first: Position, keys: int) -> None:
+    def score(self, tile: Tile, block: Position, first: Position, keys: int) -> None:
         """The scores of a block from the `first` key on, and the largest yet."""
         attention = self.attention
         known = scratch(self.wide)
-        for at, n in self.pieces:
-            vectors.store(known, at, vectors.load(self.largest, at, n), n)
-        query = vectors.name(address(attention.query.layout, (*self.z, self.tile, 0, 0)))
+        self.copy(self.largest, 0, known, 0)
+        query = vectors.name(address(attention.query.layout, (*self.z, tile.number, 0, 0)))
         with steps(-(-keys // self.high)) as step:
-            panel = vectors.name(block * attention.block + step)
+            panel = vectors.name(block * self.order.panels + step)
             key = vectors.name(address(attention.key.layout, (*self.z, panel, 0, 0)))
-            tile = RegisterTile(self.high, pieces(self.wide, self.profile.stored_lanes), self.profile)
-            tile.multiply(
+            sums = RegisterTile(self.high, pieces(self.wide, self.profile.stored_lanes), self.profile)
+            sums.multiply(
                 self.depth,
                 across_rows(
                     self.high, lambda k, i, n: self.read(attention.key, key + k * self.high + i, n), self.profile
@@ -144,8 +160,8 @@ class _Writer:
             row = vectors.name(tirx.min(step * self.high, keys - self.high))
             for i in range(self.high):
                 for at, n in self.pieces:
-                    index = (*self.z, first + row + i, self.query + at)
-                    score = evaluate(attention.scores, self.buffers, index, n, tile.value(i, at, n))
+                    index = (*self.z, first + row + i, tile.query + at)
+                    score = evaluate(attention.scores, self.buffers, index, n, sums.value(i, at, n))
                     vectors.store(self.scores, (row + i) * self.wide + at, score, n)
                     vectors.store(self.largest, at, vectors.larger(score, vectors.load(self.largest, at, n)), n)
         for at, n in self.pieces:
@@ -165,19 +181,19 @@ class _Writer:
                 vectors.store(self.powers, place, power, n)
                 vectors.store(self.total, at, vectors.load(self.total, at, n) + power, n)
 
-    def place(self, part: Position, channel: int) -> Position:
+    def place(self, tile: Tile, part: Position, channel: int) -> Position:
         """Where the sums of a channel of a panel lie."""
-        return (part * self.high + channel) * self.wide
+        return ((tile.place * self.parts + part) * self.high + channel) * self.wide
 
-    def add(self, part: Position, sums: Sums) -> None:
+    def add(self, tile: Tile, part: Position, sums: Sums) -> None:
         """Add a block's sums to those of the blocks before it."""
         for i in range(self.high):
             for at, n in self.pieces:
-                place = self.place(part, i) + at
+                place = self.place(tile, part, i) + at
                 before = vectors.load(self.sums, place, n) * vectors.load(self.decay, at, n)
                 vectors.store(self.sums, place, before + sums(i, at, n), n)
 
-    def finish(self, part: Position, sums: Sums) -> None:
+    def put(self, tile: Tile, part: Position, sums: Sums) -> None:
         """Write a panel of channels: vectors of queries become vectors of channels."""
         attention = self.attention
         channel = vectors.name(tirx.min(part * self.high, self.channels - self.high))
@@ -186,7 +202,7 @@ class _Writer:
             for begin in range(0, self.high, n):
                 square = [vectors.name(sums(begin + i, at, n) * share) for i in range(n)]
                 for number, value in enumerate(vectors.transposed(square)):
-                    index = (*self.z, self.query + at + number, channel + begin)
+                    index = (*self.z, tile.query + at + number, channel + begin)
                     value = evaluate(attention.epilogue, self.buffers, index, n, value)
                     place = address(attention.out, index)
                     vectors.store(self.buffers[-1], place, value, n, attention.out.strides[-1])

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import tirx
-
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.attention.across import LOWEST
+from attnrewrite.targets.tvm.schedules.cpu.attention.order import Order, Tile
 from attnrewrite.targets.tvm.schedules.cpu.function import (
     address,
     along,
-    each,
     evaluate,
     function,
     scratch,
@@ -44,20 +42,18 @@ from attnrewrite.targets.tvm.schedules.view import Layout
 class Attention:
     """out = epilogue(softmax(scores(query key^T)) value) over [outer..., tokens, channels].
 
-    `key` is packed [outer..., panels, channels, width]; `scores` are over [outer..., queries, keys]. `rows` queries go
-    at a time, over blocks of `block` panels of keys, `columns` channels of the value in a tile.
+    `key` is packed [outer..., panels, channels, width]; `scores` are over [outer..., queries, keys]. `columns` channels
+    of the value go at a time.
     """
 
     query: Load
     key: Panels
     value: Load
-    keys: int
     scores: Expression
     out: Layout
     epilogue: Expression
-    rows: int
+    order: Order
     columns: int
-    block: int
     name: str = "attention"
 
     def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
@@ -68,50 +64,44 @@ class _Writer:
     """The statements of one attention."""
 
     def __init__(self, attention: Attention, buffers: Sequence[Any], profile: Profile) -> None:
-        self.attention, self.buffers, self.profile = attention, buffers, profile
-        self.outer, self.queries, self.channels = attention.out.shape[:-2], *attention.out.shape[-2:]
+        self.attention, self.buffers, self.profile, self.order = attention, buffers, profile, attention.order
+        self.outer, self.channels = attention.out.shape[:-2], attention.out.shape[-1]
         self.depth, self.width = attention.key.layout.shape[-2:]
-        self.panels, self.rows = attention.key.layout.shape[-3], attention.rows
-        self.blocks = -(-self.panels // attention.block)
-        self.lanes = profile.lanes
-        # The last panel is multiplied as far as it has keys, in whole vectors.
-        self.last = attention.keys - (self.panels - 1) * self.width
-        self.narrow = min(self.width, -(-self.last // profile.stored_lanes) * profile.stored_lanes)
-        filled = self.width if self.blocks > 1 else self.narrow
-        self.length = (attention.block - 1) * self.width + filled  # of a block's row of scores
+        self.rows, self.lanes, self.several = self.order.rows, profile.lanes, self.order.blocks > 1
+        self.length = self.filled(self.order.length)  # of a block's row of scores
+
+    def filled(self, keys: int) -> int:
+        """As far as so many keys are multiplied: in whole vectors, and not beyond a panel."""
+        whole, rest = divmod(keys, self.width)
+        lanes = self.profile.stored_lanes
+        return whole * self.width + min(self.width, -(-rest // lanes) * lanes)
 
     def write(self) -> None:
-        tiles = -(-self.queries // self.rows)
-        work = math.prod(self.outer) * self.queries * self.attention.keys * self.depth
-        with each((*self.outer, tiles), work) as (*z, tile):
-            query = vectors.name(tirx.min(tile * self.rows, self.queries - self.rows))
+        work = math.prod(self.outer) * self.order.queries * self.order.keys * self.depth
+        with self.order.over(self.outer, work) as (z, group):
             # The sums of values lie behind the scores: in a buffer of their own they would take the registers that the
             # next block's sums need.
-            scores = scratch(self.rows * (self.length + (self.channels if self.blocks > 1 else 0)))
+            sums = self.order.group * self.rows * self.channels if self.several else 0
+            scores = scratch(self.rows * self.length + sums)
             state = _State(self, scores)
-            with steps(self.blocks) as block:
-                self.score(z, query, block, scores)
-                state.take()
-                state.sum_values(z, block)
-            state.finish(z, query)
 
-    def score(self, z: Sequence[Position], query: Position, block: Position, scores: Any) -> None:
-        """The scores of a block; -inf beyond the last key."""
+            def visit(tile: Tile, block: Position, keys: int) -> None:
+                self.score(z, tile.query, block * self.order.panels, keys, scores)
+                state.take(tile, self.filled(keys))
+                state.sum_values(z, tile, block * self.order.length, keys)
+
+            group.go(visit, lambda tile: state.finish(z, tile))
+
+    def score(self, z: Sequence[Position], query: Position, first: Position, keys: int, scores: Any) -> None:
+        """The scores of so many keys from the `first` panel on; -inf beyond the last key."""
         attention = self.attention
-        if self.panels % attention.block:
-            # The last block has fewer panels than the others.
-            along(
-                (self.rows * self.length,),
-                self.lanes,
-                lambda _, at, n: vectors.store(scores, at, vectors.splat(-math.inf, n), n),
-            )
-        with steps(
-            tirx.min(attention.block, self.panels - block * attention.block) if self.blocks > 1 else self.panels
-        ) as step:
-            panel = block * attention.block + step
+        panels = -(-keys // self.width)
+        rest = keys - (panels - 1) * self.width
+        with steps(panels) as step:
+            panel = first + step
 
-            def fill(width: int, keys: int, filled: int) -> None:
-                """A panel as far as `width`, of which so many are keys; its place in the row is `filled` up."""
+            def fill(width: int, keys: int) -> None:
+                """A panel as far as `width`, of which so many are keys."""
                 tile = RegisterTile(self.rows, pieces(width, self.profile.stored_lanes), self.profile)
                 tile.multiply(
                     self.depth,
@@ -129,16 +119,17 @@ class _Writer:
                         index = (*z, query + i, panel * self.width + begin)
                         score = evaluate(attention.scores, self.buffers, index, n, tile.value(i, begin, n))
                         vectors.store(scores, at + begin, score, n)
-                    for begin, n in pieces(filled - keys, self.lanes):
+                    for begin, n in pieces(width - keys, self.lanes):
                         vectors.store(scores, at + keys + begin, vectors.splat(-math.inf, n), n)
 
-            last = functools.partial(fill, self.narrow, self.last, self.length % self.width or self.width)
-            if self.panels == 1:
+            whole = functools.partial(fill, self.width, self.width)
+            last = functools.partial(fill, self.filled(rest), rest)
+            if rest == self.width:
+                whole()
+            elif panels == 1:
                 last()
-            elif self.last == self.width:
-                fill(self.width, self.width, self.width)
             else:
-                when(panel < self.panels - 1, lambda: fill(self.width, self.width, self.width), last)
+                when(step < panels - 1, whole, last)
 
     def read(self, load: Load | Panels, index: Sequence[Position], lanes: int) -> Value:
         return vectors.load(self.buffers[load.argument], address(load.layout, index), lanes, dtype=self.profile.stored)
@@ -152,31 +143,34 @@ class _State:
     """
 
     def __init__(self, writer: _Writer, scores: Any) -> None:
-        self.writer, self.scores, self.several = writer, scores, writer.blocks > 1
+        self.writer, self.scores, self.several = writer, scores, writer.several
         stored = writer.profile.stored
         self.powers = scores if stored == FLOAT32 else scratch(writer.rows * writer.length, stored)
-        rows = writer.rows
-        self.largest, self.total, self.decay = scratch(rows), scratch(rows), scratch(rows)
+        rows = writer.order.group * writer.rows
+        self.largest, self.total, self.decay = scratch(rows), scratch(rows), scratch(writer.rows)
         if self.several:
-            for row in range(rows):
-                vectors.store(self.largest, row, vectors.splat(LOWEST, 1), 1)
-                vectors.store(self.total, row, vectors.splat(0.0, 1), 1)
-            along(
-                (rows * writer.channels,),
-                writer.lanes,
-                lambda _, at, n: vectors.store(self.scores, self.sums(0, at), vectors.splat(0.0, n), n),
-            )
+            self.fill(self.largest, 0, rows, LOWEST)
+            self.fill(self.total, 0, rows, 0.0)
+            self.fill(scores, writer.rows * writer.length, rows * writer.channels, 0.0)
 
-    def sums(self, row: int, channel: Position) -> Position:
+    def fill(self, buffer: Any, begin: int, length: int, number: float) -> None:
+        put = lambda _, at, n: vectors.store(buffer, begin + at, vectors.splat(number, n), n)  # noqa: E731
+        along((length,), self.writer.lanes, put)
+
+    def place(self, tile: Tile, row: Position) -> Position:
+        """Where the largest score and the total of a row lie."""
+        return tile.place * self.writer.rows + row
+
+    def sums(self, tile: Tile, row: int, channel: Position) -> Position:
         """Where the sums of values lie."""
-        return self.writer.rows * self.writer.length + row * self.writer.channels + channel
+        return self.writer.rows * self.writer.length + self.place(tile, row) * self.writer.channels + channel
 
-    def take(self) -> None:
-        """Turn a block's scores into exponentials, relative to the largest score yet."""
-        length, lanes = self.writer.length, self.writer.lanes
+    def take(self, tile: Tile, length: int) -> None:
+        """Turn so many scores of a block into exponentials, relative to the largest score yet."""
+        lanes = self.writer.lanes
         with steps(self.writer.rows) as row:
-            begin = row * length
-            known = self.largest[row] if self.several else vectors.splat(LOWEST, 1)
+            begin, place = row * self.writer.length, self.place(tile, row)
+            known = self.largest[place] if self.several else vectors.splat(LOWEST, 1)
             highest = fold(
                 (length,), lanes, lambda _, at, n: vectors.load(self.scores, begin + at, n), LOWEST, vectors.maximum
             )
@@ -192,44 +186,42 @@ class _State:
             if self.several:
                 decay = vectors.falling_exp(vectors.name(known - largest), NEGLIGIBLE)
                 vectors.store(self.decay, row, decay, 1)
-                vectors.store(self.largest, row, largest, 1)
-                sum_ = self.total[row] * decay + sum_
-            vectors.store(self.total, row, sum_, 1)
+                vectors.store(self.largest, place, largest, 1)
+                sum_ = self.total[place] * decay + sum_
+            vectors.store(self.total, place, sum_, 1)
 
-    def sum_values(self, z: Sequence[Position], block: Position) -> None:
-        """Add a block's values, each times its exponential; with a single block, that is left to `finish`."""
+    def sum_values(self, z: Sequence[Position], tile: Tile, first: Position, keys: int) -> None:
+        """Add the values of so many keys, each times its exponential; with a single block, that is left to `finish`."""
         if not self.several:
             return
-        writer = self.writer
-        first = block * writer.length
 
         def keep(row: int, at: Position, n: int, value: Value) -> None:
-            place = self.sums(row, at)
+            place = self.sums(tile, row, at)
             before = vectors.load(self.scores, place, n) * vectors.splat(self.decay[row], n)
             vectors.store(self.scores, place, before + value, n)
 
-        self.product(z, lambda k: tirx.min(first + k, writer.attention.keys - 1), writer.length, keep)
+        self.product(z, lambda k: first + k, keys, keep)
 
-    def finish(self, z: Sequence[Position], query: Position) -> None:
+    def finish(self, z: Sequence[Position], tile: Tile) -> None:
         writer = self.writer
         attention = writer.attention
 
         def put(row: int, at: Position, n: int, value: Value) -> None:
-            index = (*z, query + row, at)
-            share = vectors.splat(1.0, 1) / self.total[row]
+            index = (*z, tile.query + row, at)
+            share = vectors.splat(1.0, 1) / self.total[self.place(tile, row)]
             value = vectors.name(value * vectors.splat(share, n))
             value = evaluate(attention.epilogue, writer.buffers, index, n, value)
             vectors.store(writer.buffers[-1], address(attention.out, index), value, n, attention.out.strides[-1])
 
         if not self.several:
-            self.product(z, lambda k: k, attention.keys, put)
+            self.product(z, lambda k: k, writer.order.keys, put)
             return
         for row in range(writer.rows):
             along(
                 (writer.channels,),
                 writer.lanes,
                 lambda _, at, n, row=row: put(  # type: ignore[misc]
-                    row, at, n, vectors.load(self.scores, self.sums(row, at), n)
+                    row, at, n, vectors.load(self.scores, self.sums(tile, row, at), n)
                 ),
             )
 

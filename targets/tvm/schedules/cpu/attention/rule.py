@@ -1,5 +1,6 @@
 """The rule for attention: a product with the softmax of another product, in one kernel."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded, scaled
 from attnrewrite.targets.tvm.schedules.cpu.attention.across import BASE, AttentionAcross
 from attnrewrite.targets.tvm.schedules.cpu.attention.along import Attention
+from attnrewrite.targets.tvm.schedules.cpu.attention.order import Order, order_for
 from attnrewrite.targets.tvm.schedules.cpu.operands import Panels
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import best_tiles, packed_tile
 from attnrewrite.targets.tvm.schedules.expression import (
@@ -24,7 +26,7 @@ from attnrewrite.targets.tvm.schedules.graph import shape
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
 from attnrewrite.targets.tvm.schedules.trace import operand, scaled_view, trace
-from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguous
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class _Operands:
     scores: Expression
     out: Layout
     epilogue: Expression
+
+    @property
+    def matrices(self) -> int:
+        return math.prod(self.batch)
 
 
 def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
@@ -115,18 +121,18 @@ def _across(of: _Operands, assembly: Assembly, arguments: Arguments, profile: Pr
     query = pack(Apply("multiply", (ordered(of.query, turned), factor)), of.queries, of.depth, tile.columns)
     key = pack(of.key, of.keys, of.depth, tile.rows)
     value = pack(of.value, of.channels, of.keys, tile.rows)
-    block = panels_in_block(profile, tile.columns, key)
-    return AttentionAcross(query, key, value, of.keys, scores, of.out, of.epilogue, block)
+    order = order_for(profile, of.matrices, of.queries, tile.columns, key, (of.keys, of.channels))
+    return AttentionAcross(query, key, value, scores, of.out, of.epilogue, order)
 
 
 def _along(of: _Operands, assembly: Assembly, arguments: Arguments, profile: Profile) -> Attention:
     query = arguments.load(of.query.view)
     score_tile, value_tile = best_tiles(profile, of.queries, (of.keys, of.depth), (of.channels, of.keys))
     key = assembly.pack(of.key, of.batch, of.keys, of.depth, score_tile.columns, arguments, profile)
-    value = arguments.load(_rows(assembly, of.value, (*of.batch, of.keys, of.channels)))
-    scores, block = scaled(of.scores, of.factor), panels_in_block(profile, score_tile.rows, key)
-    tiles = score_tile.rows, value_tile.columns
-    return Attention(query, key, value, of.keys, scores, of.out, of.epilogue, *tiles, block)
+    order = order_for(profile, of.matrices, of.queries, score_tile.rows, key, (of.keys, of.channels))
+    value = arguments.load(_rows(assembly, of.value, (*of.batch, of.keys, of.channels), order))
+    scores = scaled(of.scores, of.factor)
+    return Attention(query, key, value, scores, of.out, of.epilogue, order, value_tile.columns)
 
 
 def _softmax_behind(call: Call, var: Any) -> Any:
@@ -154,22 +160,15 @@ def _over(leaf: Leaf, space: Shape) -> Leaf:
     return made
 
 
-def _rows(assembly: Assembly, value: Expression, space: Shape) -> View:
-    """Values whose channels are neighbours: as they lie, or copied so."""
-    if isinstance(value, Leaf) and value.view.layout.strides[-1] == 1:
+def _rows(assembly: Assembly, value: Expression, space: Shape, order: Order) -> View:
+    """Values whose channels are neighbours: as they lie, or copied so.
+
+    Where there are several blocks of keys, rows are neighbours, too: apart, each lies on another page of memory.
+    """
+    axes = 1 if order.blocks == 1 else 2
+    if isinstance(value, Leaf) and value.view.layout.strides[-axes:] == contiguous(space).strides[-axes:]:
         return value.view
     return assembly.copy(value, space)
-
-
-def panels_in_block(profile: Profile, rows: int, panels: Panels) -> int:
-    """How many panels of keys make a block: as many as leave its scores in half of the first cache, evenly shared.
-
-    No panel, perhaps of few keys, is left over alone.
-    """
-    count, _, width = panels.layout.shape[-3:]
-    most = max(1, profile.l1 // 2 // (4 * rows * width))
-    even = -(-count // -(-count // most))
-    return next((block for block in range(even, 2, -1) if count % block != 1), even)
 
 
 ATTENTION = Rule("attention", _apply)
