@@ -69,3 +69,11 @@ def test_parts_are_enough_tasks_and_can_be_halved(tiles: int, others: int) -> No
     assert cut == tiles or (cut % 2 == 0 and cut <= tiles)
     assert cut * others >= min(TASKS, tiles * others)
     assert parts(tiles, TASKS, halved=False) == 1
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 22, 200])
+@pytest.mark.parametrize("most", [0, 1, 3, 16, 500])
+def test_parts_have_no_more_tiles_than_they_may(tiles: int, most: int) -> None:
+    cut = parts(tiles, 1, halved=True, most=most)
+    assert -(-tiles // cut) <= max(most, 1)
+    assert cut == tiles or cut == 2 or cut // 2 < TASKS or tiles > cut // 2 * most  # no more of them than that takes

@@ -200,7 +200,7 @@ class _State:
             before = vectors.load(self.scores, place, n) * vectors.splat(self.decay[row], n)
             vectors.store(self.scores, place, before + value, n)
 
-        self.product(z, lambda k: first + k, keys, keep)
+        self.product(z, first, keys, keep)
 
     def finish(self, z: Sequence[Position], tile: Tile) -> None:
         writer = self.writer
@@ -214,7 +214,7 @@ class _State:
             vectors.store(writer.buffers[-1], address(attention.out, index), value, n, attention.out.strides[-1])
 
         if not self.several:
-            self.product(z, lambda k: k, writer.order.keys, put)
+            self.product(z, 0, writer.order.keys, put)
             return
         for row in range(writer.rows):
             along(
@@ -225,29 +225,29 @@ class _State:
                 ),
             )
 
-    def product(self, z: Sequence[Position], key: Any, depth: int, keep: Any) -> None:
-        """Exponentials times values: `keep(row, channel, lanes, value)` gets the sums."""
+    def product(self, z: Sequence[Position], first: Position, keys: int, keep: Any) -> None:
+        """Exponentials times so many values from the `first` on: `keep(row, channel, lanes, value)` gets the sums."""
         writer = self.writer
         wide = min(writer.attention.columns, writer.channels)
         full, rest = divmod(writer.channels, wide)
         with steps(full) as part:
-            self.part(z, part * wide, wide, key, depth, keep)
+            self.part(z, part * wide, wide, first, keys, keep)
         if rest:
-            self.part(z, full * wide, rest, key, depth, keep)
+            self.part(z, full * wide, rest, first, keys, keep)
 
-    def part(self, z: Sequence[Position], channel: Position, wide: int, key: Any, depth: int, keep: Any) -> None:
+    def part(self, z: Sequence[Position], channel: Position, wide: int, first: Position, keys: int, keep: Any) -> None:
         """The product for `wide` channels from `channel` on. No two parts share a channel, as sums are added to."""
         writer = self.writer
         tile = RegisterTile(writer.rows, pieces(wide, writer.profile.stored_lanes), writer.profile)
         tile.multiply(
-            depth,
+            keys,
             along_rows(
                 writer.rows,
                 lambda i, k, n: vectors.load(self.powers, i * writer.length + k, n, dtype=writer.profile.stored),
                 writer.profile,
                 writer.profile.by_lane,
             ),
-            lambda k, begin, n: writer.read(writer.attention.value, (*z, key(k), channel + begin), n),
+            lambda k, begin, n: writer.read(writer.attention.value, (*z, first + k, channel + begin), n),
         )
         for row in range(writer.rows):
             for begin, n in pieces(wide, writer.lanes):
