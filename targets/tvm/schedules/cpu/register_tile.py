@@ -23,6 +23,7 @@ LOOP = 0.5  # cycles that a step takes for the loop around it
 PACKING = 1  # cycles for a number of a left operand
 LATENCY = 8  # multiply-adds that a core has in flight: fewer sums leave it waiting
 Column = Callable[[int, int], Value]  # of multipliers: those of n rows from one on
+Start = Callable[[int, int, int], Value]  # of a vector of sums, by its row, first column and lanes
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,16 @@ class RegisterTile:
             sums = vectors.load(self.beside, at * self.rows + row, lanes)
             vectors.store(memory, row * wide + self.wide + at, sums, lanes, wide)
         return memory
+
+    def begin(self, start: Start) -> None:
+        """Let sums of float32 begin with what `start` gives."""
+        for row in range(self.rows):
+            for begin, lanes in self.vectors:
+                vectors.store(self.sums, row * self.columns + begin, start(row, begin, lanes), lanes)
+
+    def plus(self, other: Start) -> None:
+        """Add what `other` gives to sums of float32."""
+        self.begin(lambda row, begin, lanes: self.value(row, begin, lanes) + other(row, begin, lanes))
 
     def _clear(self, sums: Any) -> None:
         for row in range(self.rows):
@@ -126,6 +137,12 @@ class RegisterTile:
         self._clear(self.sums)
         for at, row, lanes in self.upright:
             vectors.store(self.beside, at * self.rows + row, vectors.splat(0.0, lanes), lanes)
+        self.accumulate(first, depth, left, right)
+
+    def accumulate(
+        self, first: Position, depth: int, left: "Multipliers", right: Callable[[Position, int, int], Value]
+    ) -> None:
+        """Add `depth` products from the `first` on to the sums in registers."""
         turn, done = left.in_turn, depth - depth % left.in_turn
         if done:
             with steps(depth // turn) as chunk:
@@ -290,10 +307,10 @@ def cycles(profile: Profile, rows: int, bands: Sequence[Band], packed: bool = Fa
 
 
 def _cycles(profile: Profile, tile: Tile, rows: int, columns: int, packed: bool = False, beside: int = 0) -> float:
-    return math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns) * _step(profile, tile, packed, beside)
+    return math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns) * step_cycles(profile, tile, packed, beside)
 
 
-def _step(profile: Profile, tile: Tile, packed: bool, beside: int) -> float:
+def step_cycles(profile: Profile, tile: Tile, packed: bool, beside: int = 0) -> float:
     """Cycles of a tile's step, by what limits it: multiply-adds, loads, or the time until a sum is ready for the next.
 
     Where multipliers are lanes, loads are few, and what counts is how many instructions there are. Elsewhere loads take

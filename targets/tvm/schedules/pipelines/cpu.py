@@ -13,6 +13,7 @@ from attnrewrite.targets.tvm.schedules.cpu.matmul import MATMUL
 from attnrewrite.targets.tvm.schedules.cpu.matmul_int8 import MATMUL_INT8
 from attnrewrite.targets.tvm.schedules.cpu.normalisation import GROUP_NORM, NORM, SOFTMAX
 from attnrewrite.targets.tvm.schedules.cpu.reduction import POOL, REDUCTION
+from attnrewrite.targets.tvm.schedules.cpu.strassen import STRASSEN
 from attnrewrite.targets.tvm.schedules.cpu.winograd import WINOGRAD
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rewrite import Scheduled, rewrite
@@ -21,6 +22,7 @@ from attnrewrite.targets.tvm.schedules.rule import Rule
 RULES: tuple[Rule, ...] = (
     ATTENTION,
     MATMUL_INT8,
+    STRASSEN,
     MATMUL,
     WINOGRAD,
     CONVOLUTION,
