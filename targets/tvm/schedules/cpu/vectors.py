@@ -209,7 +209,9 @@ def gelu(x: Value) -> Value:
     lanes = lanes_of(x)
     inner = name(minimum(splat(GELU_ZERO, lanes), x))
     square = name(inner * inner)
-    share = inner * polynomial(square, GELU_OVER) / polynomial(square, GELU_UNDER) + splat(0.5, lanes)
+    # Vectors of four are NEON's, where multiply-adds overwrite what is added to.
+    sum_ = _by_pairs if lanes == 4 else polynomial
+    share = inner * sum_(square, GELU_OVER) / sum_(square, GELU_UNDER) + splat(0.5, lanes)
     return name(select(x < splat(-GELU_ZERO, lanes), splat(0.0, lanes), x * share))
 
 
