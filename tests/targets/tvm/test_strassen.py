@@ -54,7 +54,7 @@ def test_steps_make_the_product_of_integers(levels: int) -> None:
 
 def by(levels: int, tile: Tile = ARM.packed[0]) -> AbstractContextManager[object]:
     """Products go by so many levels and such tiles, whatever that costs."""
-    return patch.object(strassen, "_best", return_value=(Scheme(levels), tile))
+    return patch.object(strassen, "_best", return_value=(Scheme(levels) if levels else None, tile))
 
 
 @DRAWN
@@ -109,6 +109,19 @@ def test_integers_are_exact(levels: int) -> None:
     with by(levels):
         _, run = scheduled([x], relax.op.matmul, [weight], ARM)
     np.testing.assert_array_equal(run(), x @ weight)
+
+
+def test_each_level_at_most_doubles_the_error() -> None:
+    x, weight = values((1, 128, 192), (192, 96))
+    exact, errors = np.matmul(*wide(x, weight)), []
+    for levels in range(3):
+        with by(levels):
+            rules, run = scheduled([x], relax.op.matmul, [weight], ARM)
+        assert rules == ["strassen" if levels else "matmul"]
+        errors.append(np.square(run() - exact).mean() ** 0.5)
+    direct, one, two = errors
+    assert 1.5 * direct < one < 2.2 * direct
+    assert 1.5 * one < two < 2.2 * one
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])

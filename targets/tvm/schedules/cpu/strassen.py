@@ -1,4 +1,9 @@
-"""Products with weights by Strassen's algorithm, where that takes fewer instructions than to multiply directly."""
+"""Products with weights by Strassen's algorithm, where that takes fewer instructions than to multiply directly.
+
+A level makes seven eighths of the multiply-adds, out of weights that are 7 / 4 as large in the library, and about
+doubles the error: in float32, of normal numbers, the root mean square is 1.9 times that of direct products with one
+level and 3.6 times with two, the largest error 1.1 and 1.9 times.
+"""
 
 import functools
 import math
@@ -20,7 +25,7 @@ from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile, Tile
 from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
 from attnrewrite.targets.tvm.schedules.view import View
 
-MOST_LEVELS = 2  # each doubles the error: three times that of a direct product, root mean square, with two
+MOST_LEVELS = 2
 # Instructions, counted by hand on DeiT-Tiny's products: to sum a number of the left operand on a level, and around a
 # product of tiles beside those of its vectors.
 SUMS, AROUND = 0.8, 50
