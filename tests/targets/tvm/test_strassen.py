@@ -143,6 +143,7 @@ def test_what_is_no_number_stays_in_its_group(number: float) -> None:
         *[(197, 192, columns, 1) for columns in (192, 576, 768)],
         *[(1025, 768, 192, 2), (197, 768, 192, 1), (1025, 98, 768, 1)],  # 98 has no quarters
         *[(1, 192, 1000, 0), (49, 384, 1536, 0), (3136, 64, 64, 0), (1025, 99, 768, 0)],
+        *[(1025, 384, 1536, 1), (1025, 768, 3072, 0)],  # two levels' weights, and one's, are more than MOST_BYTES
     ],
 )
 def test_levels_are_those_that_gain_more_than_their_weights_take(

@@ -26,6 +26,7 @@ from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
 from attnrewrite.targets.tvm.schedules.view import View
 
 MOST_LEVELS = 2
+MOST_BYTES = 4 * 2**20  # of a product's weights in the library: large models would grow by more than they gain
 # Instructions, counted by hand on DeiT-Tiny's products: to sum a number of the left operand on a level, and around a
 # product of tiles beside those of its vectors.
 SUMS, AROUND = 0.8, 50
@@ -38,7 +39,7 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     if profile.stored != FLOAT32 or found.of_integers:
         return Refusal("precision", "is a product of float16 or integers, whose sums of blocks hold too few digits")
     if not profile.by_lane:
-        # On a Xeon with AVX-512 in turns with direct products of 1,025 rows and more: 1.07 to 1.35 of the time.
+        # On a Xeon with AVX-512 in turns with direct products of 1,025 rows and more: 1.09 to 1.43 of the time.
         return Refusal("processor", "gains nothing by Strassen's algorithm where multipliers are read from memory")
     assert isinstance(found.left, Leaf)
     arguments = Arguments()
@@ -50,7 +51,8 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
         return Refusal("layout", "multiplies rows that no strides describe, or that do not lie one by one")
     scheme, tile = _best(rows, depth, columns, profile)
     if scheme is None:
-        return Refusal("size", "is a product with too few rows, columns or steps to gain by Strassen's algorithm")
+        told = "has too few rows, columns or steps to gain by Strassen's algorithm, or too large weights"
+        return Refusal("size", told)
     grouping, read = Grouping(rows, tile.rows, scheme.side), Arguments()
     left = LeftFactors(scheme, grouping, depth, read.loading(Leaf(replace(found.left.view, layout=flat))))
     assembly = Assembly(found.covers)
@@ -80,7 +82,8 @@ def _best(rows: int, depth: int, columns: int, profile: Profile) -> tuple[Scheme
         (direct + _read(depth * columns, profile), None, profile.packed[0])
     ]
     for scheme in map(_scheme, range(1, MOST_LEVELS + 1)):
-        if depth % scheme.side == 0:
+        weights = 4 * scheme.products * depth * columns // scheme.side**2
+        if depth % scheme.side == 0 and weights <= MOST_BYTES:
             found += [(_cycles(scheme, tile, rows, depth, columns, profile), scheme, tile) for tile in profile.packed]
     _, best, tile = min(found, key=lambda each: each[0])
     return best, tile
