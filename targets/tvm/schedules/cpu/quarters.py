@@ -1,8 +1,8 @@
 """Strassen's algorithm in Winograd's form: a product of matrices out of seven products of sums of their quarters, and
 so on in each of them, as data: the factors, and the steps that make the product out of theirs in tiles of memory.
 
-Seven products and fifteen sums, four of them of the left operand, four of the right one:
-https://en.wikipedia.org/wiki/Strassen_algorithm#Winograd_form
+Seven products and fifteen sums, four of them of the left operand, four of the right one (Strassen 1969, Gaussian
+elimination is not optimal; in Winograd's form, 1971, as https://en.wikipedia.org/wiki/Strassen_algorithm has it).
 """
 
 import functools

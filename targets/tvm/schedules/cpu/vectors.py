@@ -210,8 +210,8 @@ def gelu(x: Value) -> Value:
     inner = name(minimum(splat(GELU_ZERO, lanes), x))
     square = name(inner * inner)
     # Vectors of four are NEON's, where multiply-adds overwrite what is added to.
-    sum_ = _by_pairs if lanes == 4 else polynomial
-    share = inner * sum_(square, GELU_OVER) / sum_(square, GELU_UNDER) + splat(0.5, lanes)
+    series = _by_pairs if lanes == 4 else polynomial
+    share = inner * series(square, GELU_OVER) / series(square, GELU_UNDER) + splat(0.5, lanes)
     return name(select(x < splat(-GELU_ZERO, lanes), splat(0.0, lanes), x * share))
 
 
