@@ -1,7 +1,7 @@
 """Attention with queries side by side in vectors: keys, then channels of values, are what products take lanes of.
 
 Each step of softmax is then arithmetic on whole vectors, and the scores of a block of keys lie as the sums of values
-read them. Exponentials are powers of two: the base is in the scores' factor.
+read them. Exponentials are powers of two of what scores are less than the largest one.
 """
 
 import math
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tvm import tirx
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
@@ -30,16 +31,19 @@ from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout
 
-BASE = math.log2(math.e)  # what scores are multiplied by, for powers of two
+BASE = math.log2(math.e)  # what is multiplied by it is a logarithm to the base of two
 LEAST = BASE * NEGLIGIBLE
-LOWEST = -3.0e38  # where the search for the largest score begins: finite, so that a masked block leaves no nan
+# Where the search for the largest score begins: finite, so that a masked block leaves no nan, and no more than the number
+# that masks are filled with where they are not infinite.
+LOWEST = float(np.finfo(np.float32).min)
 
 Sums = Callable[[int, int, int], Value]  # of a channel, from a query on, for so many
 
 
 @dataclass(frozen=True)
 class AttentionAcross:
-    """out = epilogue(2^(scores(key query) - their largest), normalised, times value) over [outer..., tokens, channels].
+    """out = epilogue(2^(base (scores(key query) - their largest)), normalised, times value) over
+    [outer..., tokens, channels].
 
     `query` is packed [outer..., panels, depth, queries], `key` [outer..., panels, depth, keys], `value`
     [outer..., panels, keys, channels], each with its last panel shared; `scores` are over [outer..., keys, queries].
@@ -49,6 +53,7 @@ class AttentionAcross:
     key: Panels
     value: Panels
     scores: Expression
+    base: float
     out: Layout
     epilogue: Expression
     order: Order
@@ -165,8 +170,7 @@ class _Writer:
                     vectors.store(self.scores, (row + i) * self.wide + at, score, n)
                     vectors.store(self.largest, at, vectors.larger(score, vectors.load(self.largest, at, n)), n)
         for at, n in self.pieces:
-            fallen = vectors.load(known, at, n) - vectors.load(self.largest, at, n)
-            vectors.store(self.decay, at, vectors.falling_power(vectors.name(fallen), LEAST), n)
+            vectors.store(self.decay, at, self.power(vectors.load(known, at, n), at, n), n)
 
     def raise_to(self, keys: int) -> None:
         """Turn the scores of a block into powers, relative to the largest score, and add them up."""
@@ -176,10 +180,17 @@ class _Writer:
         with steps(keys) as key:
             for at, n in self.pieces:
                 place = key * self.wide + at
-                score = vectors.name(vectors.load(self.scores, place, n) - vectors.load(self.largest, at, n))
-                power = vectors.falling_power(score, LEAST)
+                power = self.power(vectors.load(self.scores, place, n), at, n)
                 vectors.store(self.powers, place, power, n)
                 vectors.store(self.total, at, vectors.load(self.total, at, n) + power, n)
+
+    def power(self, score: Value, at: int, lanes: int) -> Value:
+        """The exponential of what `score` is less than the largest one."""
+        fallen = score - vectors.load(self.largest, at, lanes)
+        if self.attention.base != 1:
+            # Not before: the least number times the base would be infinite.
+            fallen = fallen * vectors.splat(self.attention.base, lanes)
+        return vectors.falling_power(vectors.name(fallen), LEAST)
 
     def place(self, tile: Tile, part: Position, channel: int) -> Position:
         """Where the sums of a channel of a panel lie."""

@@ -114,15 +114,14 @@ def _across(of: _Operands, assembly: Assembly, arguments: Arguments, profile: Pr
         return assembly.pack(value, of.batch, columns, depth, width, arguments, profile, shared=True)
 
     turned = (*range(len(of.batch)), -1, -2)
-    # Powers of two are the queries' own doing, where nothing comes between products and softmax.
+    # The base is in the queries already, where nothing comes between products and softmax.
     plain = isinstance(of.scores, Result)
-    factor = Number(of.factor * BASE if plain else of.factor)
-    scores = of.scores if plain else Apply("multiply", (ordered(of.scores, turned), Number(BASE)))
-    query = pack(Apply("multiply", (ordered(of.query, turned), factor)), of.queries, of.depth, tile.columns)
+    factor, base = (of.factor * BASE, 1.0) if plain else (of.factor, BASE)
+    query = pack(Apply("multiply", (ordered(of.query, turned), Number(factor))), of.queries, of.depth, tile.columns)
     key = pack(of.key, of.keys, of.depth, tile.rows)
     value = pack(of.value, of.channels, of.keys, tile.rows)
     order = order_for(profile, of.matrices, of.queries, tile.columns, key, (of.keys, of.channels))
-    return AttentionAcross(query, key, value, scores, of.out, of.epilogue, order)
+    return AttentionAcross(query, key, value, ordered(of.scores, turned), base, of.out, of.epilogue, order)
 
 
 def _along(of: _Operands, assembly: Assembly, arguments: Arguments, profile: Profile) -> Attention:
