@@ -1,6 +1,7 @@
 """Our CPU schedules beside torch, onnxruntime and, where installed, OpenVINO and ExecuTorch: the same graph, in turns.
 
     python benchmarks/lowering.py [--models deit_tiny_patch16_224 ...] [--size 224] [--forms l1 ...] [--rounds 30]
+                                  [--peers onnxruntime openvino ...] [--threads 1 2]
 
 float32, batch 1, random weights from one seed. Two tables: one thread in CPU time, which a busy machine disturbs least,
 and two threads in wall time. Every runtime's output is compared with torch's first. A row has the median and the
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from forms import converted
 from peak import MULTIPLY_ADDS, peak
-from runtimes import OURS, Call, Loader, environment, loaders, measured
+from runtimes import OURS, PEERS, Call, Loader, environment, loaders, measured
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -58,21 +59,25 @@ def show(title: str, times: Times) -> None:
             print(f"  {form}, ours over the best of the others on {graph} ({best}): {ratio:.2f}")
 
 
-def compare(name: str, size: int, forms: Sequence[str], rounds: int) -> None:
+def compare(
+    name: str, size: int, forms: Sequence[str], rounds: int, peers: Sequence[str], threads: Sequence[int]
+) -> None:
     model, inputs = built(name, size)
     modules = {ORIGINAL: model} | {form: converted(model, inputs, form) for form in forms}
-    found = {form: loaders(f"{name}, {form}", module, inputs) for form, module in modules.items()}
+    found = {form: loaders(f"{name}, {form}", module, inputs, (OURS, *peers)) for form, module in modules.items()}
 
     def calls(threads: int) -> dict[tuple[str, str], Call]:
         return {(form, name): load(threads) for form, each in found.items() for name, load in each.items()}
 
-    with tempfile.TemporaryDirectory() as folder:
-        times = measured(calls(1) | {PEAK: peak(Path(folder))}, time.process_time, rounds)
-    show(f"{name}, {size} x {size}, 1 thread, CPU time", times)
-    roofline({form: multiply_adds(module, inputs) for form, module in modules.items()}, times)
-    show(f"{name}, {size} x {size}, 2 threads, wall time", measured(calls(2), time.perf_counter, rounds))
-    for form, each in found.items():
-        print(f"  {form}, ours on two threads over one: {gain(each[OURS], rounds):.2f} times as fast")
+    if 1 in threads:
+        with tempfile.TemporaryDirectory() as folder:
+            times = measured(calls(1) | {PEAK: peak(Path(folder))}, time.process_time, rounds)
+        show(f"{name}, {size} x {size}, 1 thread, CPU time", times)
+        roofline({form: multiply_adds(module, inputs) for form, module in modules.items()}, times)
+    if 2 in threads:
+        show(f"{name}, {size} x {size}, 2 threads, wall time", measured(calls(2), time.perf_counter, rounds))
+        for form, each in found.items():
+            print(f"  {form}, ours on two threads over one: {gain(each[OURS], rounds):.2f} times as fast")
 
 
 def roofline(work: Mapping[str, int], times: Times) -> None:
@@ -114,12 +119,14 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224, help="rows and columns of the image")
     parser.add_argument("--forms", nargs="+", default=[], help="also converted: l1, polynomial:rank=2, ...")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, help="by default all", metavar="NAME")
+    parser.add_argument("--threads", nargs="+", type=int, choices=[1, 2], default=[1, 2], help="by default both tables")
     arguments = parser.parse_args()
     if import_torchvision() is None:
         raise InputError("timm and torchvision are not installed (pip install 'attnrewrite[models]')")
     print(environment())
     for name in arguments.models:
-        compare(name, arguments.size, arguments.forms, arguments.rounds)
+        compare(name, arguments.size, arguments.forms, arguments.rounds, arguments.peers, arguments.threads)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from runtimes import OURS, RUNTIMES, measured
+from runtimes import OURS, PEERS, RUNTIMES, measured
 from torch import Tensor, nn
 from zoo.runs import SHARED, builder, chosen, in_own_process
 
@@ -36,7 +36,6 @@ from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
 
 DUE = ("right", "refused", "wrong", "failed")  # what a lowering can come to; torch.export failing is no fault of it
-PEERS = tuple(name for name in RUNTIMES if name != OURS)
 
 
 @dataclass(frozen=True)

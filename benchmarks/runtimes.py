@@ -8,7 +8,7 @@ import importlib.util
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
@@ -114,15 +114,20 @@ RUNTIMES: Mapping[str, Callable[[nn.Module, tuple[Tensor, ...]], Loader]] = {
     "openvino": openvino,
     "executorch": executorch,
 }
+PEERS = tuple(name for name in RUNTIMES if name != OURS)
 
 
-def loaders(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Loader]:
-    """What gives a call of the module on so many threads, for every runtime that takes it and gives torch's outputs."""
+def loaders(
+    name: str, module: nn.Module, inputs: tuple[Tensor, ...], runtimes: Iterable[str] = tuple(RUNTIMES)
+) -> dict[str, Loader]:
+    """What gives a call of the module on so many threads, for each of the `runtimes` that takes it and gives torch's
+    outputs.
+    """
     found: dict[str, Loader] = {}
-    for runtime, prepare in RUNTIMES.items():
+    for runtime in runtimes:
         started = time.perf_counter()
         try:
-            load = prepare(module, inputs)
+            load = RUNTIMES[runtime](module, inputs)
             check.agree(f"{name} in {runtime}", arrays(load(1)()), reference(module, inputs), check.FLOAT32)
         except (AttnRewriteError, ImportError) as error:
             print(f"{name}: not in {runtime}: {error}", flush=True)
