@@ -132,11 +132,15 @@ def trace(graph: Graph, var: Any, operators: tuple[str, ...]) -> Traced | Refusa
 def operand(graph: Graph, var: Any) -> Elementwise:
     """What an operator reads as one operand: arithmetic that nobody else reads, else a view.
 
-    Arithmetic on the result of a product is left to the product's own kernel.
+    Arithmetic on the result of a product is left to the product's own kernel, and so is what moves it, unless that only
+    takes a part of it.
     """
     found = _inlined(graph, var, shape(var))
     if any(_is_computed(graph, leaf) for leaf in leaves(found.expression)) and found.covers:
-        return Elementwise(Leaf(View(var, contiguous(shape(var)), graph.is_sole(var))), ())
+        source, *_ = destination(graph, var)
+        whole = same(graph.view(source).base, source)
+        view = View(var, contiguous(shape(var)), graph.is_sole(var)) if whole else graph.view(var)
+        return Elementwise(Leaf(view), ())
     return found
 
 

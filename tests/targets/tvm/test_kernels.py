@@ -84,6 +84,8 @@ def test_product_of_two_tensors(batch: int, heads: int, rows: int, depth: int, c
 @example(2, 3, 12, 8, 37, "some", 1.0, ARM)
 @example(1, 2, 29, 1300, 13, "all by least", 1.0, ARM)  # keys are alike then
 @example(1, 2, 29, 1300, 13, "all by least", 1.0, HOST)
+@example(2, 3, 1, 1300, 37, "some", 1.0, HOST)  # one query: nothing is packed
+@example(2, 3, 1, 77, 32, "all by least", 30.0, ARM)
 def test_attention_in_one_kernel(
     batch: int, heads: int, queries: int, keys: int, channels: int, masked: str, scale: float,
     processor: Profile,
@@ -373,6 +375,20 @@ def test_concatenation(lengths: list[int], axis: int) -> None:
     rules, run = scheduled(arrays, lambda *x: relax.op.concat([relax.op.negative(x[0]), *x[1:]], axis))
     assert rules == ["concat"]
     np.testing.assert_array_equal(run(), np.concatenate([-arrays[0], *arrays[1:]], axis))
+
+
+def test_a_part_of_a_product_is_read_where_it_lies() -> None:
+    x, first = values((1, 20, 24), (1, 1, 32))
+    weight, bias = values((24, 32), (32,))
+
+    def body(x: object, first: object, weight: object, bias: object) -> object:
+        made = relax.op.add(relax.op.matmul(x, weight), bias)
+        return relax.op.concat([first, relax.op.strided_slice(made, [1], [1], [20])], 1)
+
+    rules, run = scheduled([x, first], body, [weight, bias])
+    assert rules == ["matmul", "concat"]
+    one, other, *_ = wide(x @ weight + bias, first)
+    close(run(), np.concatenate([other, one[:, 1:]], 1))
 
 
 @DRAWN

@@ -54,10 +54,15 @@ class Reduce:
     name: str = "reduce"
 
     def build(self, arguments: Sequence[Argument], profile: Profile) -> Any:
-        strides = [load.layout.strides[-1] for load in loads(self.value)]
         along_rows = self._short_rows if self._is_square(profile.lanes) else self._rows
-        reader = along_rows if 1 in strides else self._columns
+        reader = along_rows if self._has_rows() else self._columns
         return function(arguments, lambda *buffers: reader(buffers, profile.lanes))
+
+    def _has_rows(self) -> bool:
+        """Whether neighbours are combined: not where only some of what is read lies so, and all of it the other way."""
+        strides = {load.layout.strides[-1] for load in loads(self.value)}
+        kept = {load.layout.strides[-1 - self.rank] for load in loads(self.value)}
+        return 1 in strides and (strides <= {0, 1} or not kept <= {0, 1})
 
     def _is_square(self, lanes: int) -> bool:
         """Whether there are as many rows as one has elements, which are few enough for a vector, and can be halved."""

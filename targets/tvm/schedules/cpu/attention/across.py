@@ -33,8 +33,8 @@ from attnrewrite.targets.tvm.schedules.view import Layout
 
 BASE = math.log2(math.e)  # what is multiplied by it is a logarithm to the base of two
 LEAST = BASE * NEGLIGIBLE
-# Where the search for the largest score begins: finite, so that a masked block leaves no nan, and no more than the number
-# that masks are filled with where they are not infinite.
+# Where the search for the largest score begins: finite, so that a masked block leaves no nan, and no more than what
+# masks are filled with where they are not infinite.
 LOWEST = float(np.finfo(np.float32).min)
 
 Sums = Callable[[int, int, int], Value]  # of a channel, from a query on, for so many

@@ -10,20 +10,24 @@ from attnrewrite.targets.tvm.schedules.cpu.attention.across import BASE, Attenti
 from attnrewrite.targets.tvm.schedules.cpu.attention.along import Attention
 from attnrewrite.targets.tvm.schedules.cpu.attention.order import Order, order_for
 from attnrewrite.targets.tvm.schedules.cpu.operands import Panels
+from attnrewrite.targets.tvm.schedules.cpu.reduction import Reduce
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import best_tiles, packed_tile
+from attnrewrite.targets.tvm.schedules.cpu.rows import Softmax
 from attnrewrite.targets.tvm.schedules.expression import (
     Apply,
     Arguments,
     Expression,
     Leaf,
+    Load,
     Number,
     Result,
     factored,
-    loads,
+    leaves,
+    moved,
     ordered,
 )
 from attnrewrite.targets.tvm.schedules.graph import shape
-from attnrewrite.targets.tvm.schedules.profile import Profile
+from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile
 from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
 from attnrewrite.targets.tvm.schedules.trace import operand, scaled_view, trace
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguous
@@ -32,7 +36,8 @@ from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguo
 @dataclass(frozen=True)
 class _Operands:
     """What attention is of: `query` over [batch..., queries, depth], `key` over [batch..., depth, keys], `value` over
-    [batch..., keys, channels]; scores are `scores` of the products times `factor`.
+    [batch..., keys, channels]; scores are `scores` of the products times `factor`. What is written has the shape
+    `written`.
     """
 
     batch: Shape
@@ -47,6 +52,7 @@ class _Operands:
     scores: Expression
     out: Layout
     epilogue: Expression
+    written: Shape
 
     @property
     def matrices(self) -> int:
@@ -77,7 +83,7 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     key, value = operand(graph, inner.args[1]), operand(graph, product.args[1])
     packed, second = factored(key.expression)
     covers = (*mixed.covers, softmax, *scores.covers, *query_covers, *key.covers, *value.covers)
-    assembly, arguments = Assembly(covers), Arguments()
+    assembly = Assembly(covers)
     operands = _Operands(
         tuple(batch),
         queries,
@@ -88,13 +94,13 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
         expanded(packed, (*batch, depth, keys)),
         expanded(value.expression, (*batch, keys, channels)),
         first * second,
-        arguments.loading(scores.epilogue),
+        scores.epilogue,
         mixed.out,
-        arguments.loading(mixed.epilogue),
+        mixed.epilogue,
+        shape(call.var),
     )
-    made = _across if _goes_across(operands, profile) else _along
-    function = made(operands, assembly, arguments, profile)
-    assembly.add(function, arguments.bases, shape(call.var))
+    made = _one_query if operands.queries == 1 else _across if _goes_across(operands, profile) else _along
+    made(operands, assembly, profile)
     return assembly.kernel()
 
 
@@ -103,11 +109,12 @@ def _goes_across(of: _Operands, profile: Profile) -> bool:
     if not profile.packed:
         return False
     widest = profile.packed[0]
-    beside = all(load.layout.strides[-2] in (0, 1) for load in loads(of.scores))
+    beside = all(leaf.view.layout.strides[-2] in (0, 1) for leaf in leaves(of.scores))
     return beside and of.queries >= widest.columns and min(of.keys, of.channels) >= widest.rows
 
 
-def _across(of: _Operands, assembly: Assembly, arguments: Arguments, profile: Profile) -> AttentionAcross:
+def _across(of: _Operands, assembly: Assembly, profile: Profile) -> None:
+    arguments = Arguments()
     tile = packed_tile(profile, of.queries, (of.keys, of.depth), (of.channels, of.keys))
 
     def pack(value: Expression, columns: int, depth: int, width: int) -> Panels:
@@ -121,17 +128,54 @@ def _across(of: _Operands, assembly: Assembly, arguments: Arguments, profile: Pr
     key = pack(of.key, of.keys, of.depth, tile.rows)
     value = pack(of.value, of.channels, of.keys, tile.rows)
     order = order_for(profile, of.matrices, of.queries, tile.columns, key, (of.keys, of.channels))
-    return AttentionAcross(query, key, value, ordered(of.scores, turned), base, of.out, of.epilogue, order)
+    scores, epilogue = arguments.loading(ordered(of.scores, turned)), arguments.loading(of.epilogue)
+    made = AttentionAcross(query, key, value, scores, base, of.out, epilogue, order)
+    assembly.add(made, arguments.bases, of.written)
 
 
-def _along(of: _Operands, assembly: Assembly, arguments: Arguments, profile: Profile) -> Attention:
+def _along(of: _Operands, assembly: Assembly, profile: Profile) -> None:
+    arguments = Arguments()
     query = arguments.load(of.query.view)
     score_tile, value_tile = best_tiles(profile, of.queries, (of.keys, of.depth), (of.channels, of.keys))
     key = assembly.pack(of.key, of.batch, of.keys, of.depth, score_tile.columns, arguments, profile)
     order = order_for(profile, of.matrices, of.queries, score_tile.rows, key, (of.keys, of.channels))
     value = arguments.load(_rows(assembly, of.value, (*of.batch, of.keys, of.channels), order))
-    scores = scaled(of.scores, of.factor)
-    return Attention(query, key, value, scores, of.out, of.epilogue, order, value_tile.columns)
+    scores, epilogue = arguments.loading(scaled(of.scores, of.factor)), arguments.loading(of.epilogue)
+    made = Attention(query, key, value, scores, of.out, epilogue, order, value_tile.columns)
+    assembly.add(made, arguments.bases, of.written)
+
+
+def _one_query(of: _Operands, assembly: Assembly, profile: Profile) -> None:
+    """Sums over the channels of each key and over the keys: no key is read twice, so that none is worth packing."""
+    arguments, space = Arguments(), (*of.batch, 1, of.keys)
+    key = _with_axis(ordered(of.key, (*range(len(of.batch)), -1, -2)), -3, 1)
+    products = arguments.loading(Apply("multiply", (_with_axis(of.query, -2, of.keys), key)))
+    epilogue = arguments.loading(scaled(of.scores, of.factor))
+    summed = Reduce(1, "add", products, (*space, of.depth), contiguous(space), epilogue, name="scores")
+    scores = assembly.add(summed, arguments.bases, space, FLOAT32)
+
+    softmax = Softmax(Load(0, contiguous(space)), contiguous(space), Result())
+    powers = assembly.add(softmax, [scores], space, FLOAT32)
+
+    arguments, space = Arguments(), (*of.batch, 1, of.channels)
+    shares = _with_axis(Leaf(View(powers, contiguous((*of.batch, 1, of.keys)))), -2, of.channels)
+    value = _with_axis(ordered(of.value, (*range(len(of.batch)), -1, -2)), -3, 1)
+    weighed = arguments.loading(Apply("multiply", (shares, value)))
+    mixed = Reduce(1, "add", weighed, (*space, of.keys), of.out, arguments.loading(of.epilogue), name="values")
+    assembly.add(mixed, arguments.bases, of.written)
+
+
+def _with_axis(value: Expression, axis: int, size: int) -> Expression:
+    """A value that is the same all along another axis, which is `axis` of the new ones, counted from the end."""
+
+    def wider(layout: Layout) -> Layout:
+        shape, strides = list(layout.shape), list(layout.strides)
+        at = len(shape) + 1 + axis
+        return Layout((*shape[:at], size, *shape[at:]), (*strides[:at], 0, *strides[at:]), layout.offset)
+
+    made = moved(value, wider)
+    assert made is not None
+    return made
 
 
 def _softmax_behind(call: Call, var: Any) -> Any:
