@@ -1,12 +1,13 @@
 """Inputs that a check draws for itself: an example may hide what a model does, as an all-ones mask or a blank picture.
 
-Three beside the example, the first of them in a batch of two where the batch is open. Every element is drawn by
-itself, so that no two images, queries or keys are alike. Reproducible for a seed.
+One beside the example, in a batch of two where the batch is open. A third of it each is numbers of a kind: tokens that
+are weak, strong and as in the example attend to each other. Every element is drawn by itself, so that no two images,
+queries or keys are alike. Reproducible for a seed.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,12 +20,14 @@ from attnrewrite.errors import InputError
 class Draw:
     """Inputs of a model, and what they are called where they show a difference.
 
-    `joins`: the draws that it holds as one batch, which are to be tried one by one where the model does not take it.
+    `joins` makes the draws that it holds in one, which are to be tried one by one where the model does not take it.
+    `own`: nothing in it was drawn.
     """
 
     name: str
     inputs: tuple[Tensor, ...]
-    joins: tuple["Draw", ...] = ()
+    joins: Callable[[], Sequence["Draw"]] = tuple
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,12 @@ KINDS = (
 )
 
 
+MIXED = "values in another order, sparse, and large"
+
+
 def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tuple[Draw, ...]:
-    """The example, then a draw of each kind: the same types, and the lengths that `graph`'s inputs leave open varied.
+    """The example, then a draw that holds a third of each kind, and joins a draw of each: the same types, and the
+    lengths that `graph`'s inputs leave open varied.
 
     Floating-point inputs have the example's mean and spread (0 and 1 where it is constant), integers lie in the range
     that the example shows. Masks (two values, or one above 0) differ from the example's here and there, except for the
@@ -59,31 +66,37 @@ def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tup
         raise InputError(f"the model takes {len(places)} inputs, and the example has {len(example)}")
     known = [place.meta.get("val") for place in places]
     batch = _batch_symbol(known)
-    generator = torch.Generator().manual_seed(seed)
-    draws = [Draw("the example", example)]
-    for kind in KINDS:
-        sizes = [_sizes(value, tensor, batch, kind.images) for value, tensor in zip(known, example, strict=True)]
-        inputs = tuple(_values(t, size, kind, generator) for t, size in zip(example, sizes, strict=True))
-        images = "" if batch is None else f", {kind.images} image{'s' if kind.images > 1 else ''}"
-        draws.append(Draw(f"{kind.name}{images}", inputs))
-    return tuple(draws)
+
+    def draw(name: str, images: int, kinds: Sequence[_Kind], generator: torch.Generator) -> Draw:
+        sizes = [_sizes(value, tensor, batch, images) for value, tensor in zip(known, example, strict=True)]
+        inputs = tuple(_in_parts(t, size, kinds, generator) for t, size in zip(example, sizes, strict=True))
+        return Draw(name if batch is None else f"{name}, {images} image{'s' if images > 1 else ''}", inputs)
+
+    def of_each_kind() -> tuple[Draw, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        return tuple(draw(kind.name, kind.images, (kind,), generator) for kind in KINDS)
+
+    mixed = draw(MIXED, 2, KINDS, torch.Generator().manual_seed(seed))
+    return Draw("the example", example, own=True), replace(mixed, joins=of_each_kind)
 
 
 def together(draws: Sequence[Draw]) -> tuple[Draw, ...]:
     """`draws` with the example as the first image of the batch of two that comes after it, so that it needs no run of
     its own: where it is one image, and every input has its own for each image.
     """
-    example, two, *others = draws
+    example, two = draws
     pairs = list(zip(example.inputs, two.inputs, strict=True))
     if not all(one.shape[:1] == (1,) and both.shape == (2, *one.shape[1:]) for one, both in pairs):
         return tuple(draws)
     inputs = tuple(torch.cat([one, both[1:]]) for one, both in pairs)
-    return Draw(f"{example.name} and {two.name}", inputs, (example, two)), *others
+    return (Draw(f"{example.name} and {two.name}", inputs, lambda: draws),)
 
 
 def telling(draws: Sequence[Draw]) -> tuple[Tensor, ...]:
-    """The inputs to check arithmetic on: the example's own values where it varies, never a blank picture alone."""
-    return next((draw for draw in draws if draw.joins), draws[min(1, len(draws) - 1)]).inputs
+    """The inputs to check arithmetic on: what was drawn, never a blank picture alone; one image of a batch that
+    `together` made.
+    """
+    return tuple(tensor[1:] for tensor in draws[0].inputs) if len(draws) == 1 else draws[1].inputs
 
 
 def _open_sizes(value: object) -> Iterator[torch.SymInt]:
@@ -109,15 +122,27 @@ def _sizes(value: object, tensor: Tensor, batch: object | None, images: int) -> 
     return sizes
 
 
-def _values(example: Tensor, size: list[int], kind: _Kind, generator: torch.Generator) -> Tensor:
+def _in_parts(example: Tensor, size: list[int], kinds: Sequence[_Kind], generator: torch.Generator) -> Tensor:
+    """A tensor of `size` with a part of each kind along its longest axis, if that is of an image and has room."""
+    tiled, own = _tiled(example, size), size[1:]
+    if len(kinds) == 1 or not own or max(own) < 2 * len(kinds):
+        return _values(example, tiled, kinds[0], generator)
+    axis = 1 + own.index(max(own))
+    parts = zip(tiled.tensor_split(len(kinds), axis), kinds, strict=True)
+    return torch.cat([_values(example, part, kind, generator) for part, kind in parts], axis)
+
+
+def _values(example: Tensor, tiled: Tensor, kind: _Kind, generator: torch.Generator) -> Tensor:
+    """Numbers of a kind in place of `tiled`, a part of the example repeated."""
+    size = tiled.shape
     if not example.numel() or example.is_complex():
-        return _tiled(example, size)
+        return tiled
     low, high = _levels(example)
     picture = example.dtype == torch.uint8 and example.dim() == 4
     mask = not picture and bool(((example == low) | (example == high)).all()) and bool(low != high)
-    # floating-point numbers that could be a mask are drawn as one first, and as any numbers then
+    # floating-point numbers that could be a mask are drawn as one, and as any numbers
     if mask and (not example.is_floating_point() or kind.numbers == "own"):
-        return _turned(_tiled(example, size), low, high, kind.turned, generator)
+        return _turned(tiled, low, high, kind.turned, generator)
     if not example.is_floating_point():
         least, most = (0, 255) if picture else (int(low), int(high))
         return torch.randint(least, most + 1, size, generator=generator).to(example.dtype)
@@ -132,7 +157,7 @@ def _levels(example: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.zeros_like(low) if bool(low == high) and bool(low > 0) else low), high
 
 
-def _numbers(example: Tensor, size: list[int], kind: _Kind, generator: torch.Generator) -> Tensor:
+def _numbers(example: Tensor, size: Sequence[int], kind: _Kind, generator: torch.Generator) -> Tensor:
     finite = example[example.isfinite()].float()
     varied = finite.numel() > 1 and bool(finite.std() > 0)
     centre, spread = (finite.mean(), finite.std()) if varied else (torch.tensor(0.0), torch.tensor(1.0))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from attnrewrite.errors import CheckFailedError, InputError, first_line
+from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import Draw
 from attnrewrite.passes.verify import HALF_STEPS, MOST_TURNED, Run, known_error, outputs, turned
@@ -20,22 +20,30 @@ from attnrewrite.passes.wide import Recording
 GRAPH_TOLERANCE = 1e-4  # the graph's operations are the model's own, but for the order of the sums in an einsum
 
 
-@torch.no_grad()
-def require_lasting_buffers(name: str, model: nn.Module, example: Sequence[Tensor]) -> None:
-    """Raise InputError where the model writes to its own buffers, or to its inputs, as it runs: its answer follows what
-    it was asked before.
+class Lasting(nn.Module):
+    """`module` by its `name`, each call of which is seen to leave its buffers and its inputs as they were. A call
+    raises InputError where it does not: the answer follows what the model was asked before.
     """
-    before = {buffer: tensor._version for buffer, tensor in model.named_buffers()}
-    given = [tensor.clone() for tensor in example]
-    model(*given)
-    if any(tensor._version for tensor in given):
-        raise InputError(f"{name} changes its input in place as it runs: have forward work on a copy")
-    changed = [buffer for buffer, tensor in model.named_buffers() if tensor._version != before.get(buffer)]
-    if changed:
-        raise InputError(
-            f"{name} changes its own buffer {changed[0]} as it runs, so that one input has many answers: "
-            "take the update out of forward"
-        )
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.name, self.module = name, module
+
+    def forward(self, *inputs: Tensor) -> Any:
+        before = {buffer: tensor._version for buffer, tensor in self.module.named_buffers()}
+        given = [tensor.clone() for tensor in inputs]
+        known = [tensor._version for tensor in given]
+        answer = self.module(*given)
+        if known != [tensor._version for tensor in given]:
+            raise InputError(f"{self.name} changes its input in place as it runs: have forward work on a copy")
+        buffers = self.module.named_buffers()
+        changed = [buffer for buffer, tensor in buffers if tensor._version != before.get(buffer)]
+        if changed:
+            raise InputError(
+                f"{self.name} changes its own buffer {changed[0]} as it runs, so that one input has many answers: "
+                "take the update out of forward"
+            )
+        return answer
 
 
 @dataclass(frozen=True)
@@ -100,9 +108,14 @@ def agreement(
         try:
             with without_torch_logs():
                 answer = model(*draw.inputs)
+            why = _no_answer(answer, draw)
+        except AttnRewriteError:
+            raise
         except Exception as error:  # a model refuses an input in its own words
-            refused[draw.name] = first_line(error)
-            waiting.extendleft(reversed(draw.joins))
+            why = first_line(error)
+        if why is not None:
+            refused[draw.name] = why
+            waiting.extendleft(reversed(draw.joins()))
             continue
         runs.append(_run(recording, draw))
         difference = _difference(runs[-1].answer, answer)
@@ -120,12 +133,18 @@ def agreement(
         for run in runs:
             _require_repeatable(name, graph, run.draw)
     progress(len(runs) + len(refused), len(runs) + len(refused))
-    if len(runs) < 2:
+    if all(run.draw.own for run in runs):
         raise InputError(
             f"{name} takes none of the inputs that were drawn to check it ({next(iter(refused.values()), 'none')}): "
             "give an example in which every input shows the values that it may have"
         )
     return Agreement(most, tuple(runs), refused)
+
+
+def _no_answer(answer: Any, draw: Draw) -> str | None:
+    """Why `draw` says nothing, where what it joins may say more: what was drawn last has no number for an answer."""
+    said = all(bool(each[-1:].isfinite().any()) for each in outputs(answer) if each.dim() and each.numel())
+    return None if said or not draw.joins() else "the model answers with no number"
 
 
 def _run(recording: Recording, draw: Draw) -> Run:

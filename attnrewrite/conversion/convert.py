@@ -13,7 +13,7 @@ from attnrewrite.calibration.processes import Processes, joined_processes
 from attnrewrite.calibration.room import require_room
 from attnrewrite.calibration.stages import HELD_OUT_SHARE
 from attnrewrite.conversion.forming import Forming
-from attnrewrite.conversion.proof import prove, require_sound
+from attnrewrite.conversion.proof import prove
 from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import fates_of, groups_without, kept_sites, require_grid, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
@@ -25,6 +25,7 @@ from attnrewrite.images.pool import Pool
 from attnrewrite.images.several import Several, load_several
 from attnrewrite.passes.fx.join_heads import with_joined_heads
 from attnrewrite.passes.fx.rewrite import scan_graph
+from attnrewrite.passes.original import require_numbers
 from attnrewrite.passes.site_module import written_value
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.weights import named_after
@@ -60,7 +61,7 @@ def convert_source(
     calibration, execution = calibration or Calibration(), execution or Execution()
     images = calibration_images(source, calibration, execution.seed)
     execution.apply()
-    require_sound(source)
+    require_numbers(source.name, source.tensors, source.example_inputs)
     captured = _captured(source)
     scanned = scan_graph(captured.module, source.name)
     apart = named_after(scanned.scan, source.own)
@@ -77,7 +78,7 @@ def convert_source(
     processes = Processes() if pool is None else joined_processes()
     if pool is not None:
         require_room(execution, processes.device)
-    proof = prove(source, scanned, possible, keep_bad, execution.report)
+    proof = prove(source, captured, scanned, possible, keep_bad, execution.report)
     forming = Forming(captured, scanned, proof, variant, pool, calibration.steps, execution, processes)
     sound = [site for site in possible if site.id not in proof.faults]
     formed, faults = forming.at_the_sound(sound, proof.teacher) if keep_bad else (forming.at(sound, proof.teacher), {})

@@ -10,12 +10,12 @@ from torch import nn
 from torch.fx import GraphModule
 
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.frontends.batches import fixed_batch
+from attnrewrite.frontends.capture import Captured
 from attnrewrite.frontends.sources import Source
 from attnrewrite.passes.draws import Draw, drawn, together
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.in_batches import InBatches
-from attnrewrite.passes.original import agreement, require_lasting_buffers, require_numbers
+from attnrewrite.passes.original import Lasting, agreement
 from attnrewrite.passes.roundings import rewriting_error
 from attnrewrite.passes.verify import SiteError, compared_values, site_errors
 from attnrewrite.patterns.fx.graph import FxGraph
@@ -40,14 +40,9 @@ class Proof:
     report: Mapping[str, Any]
 
 
-def require_sound(source: Source) -> None:
-    """Raise InputError where the weights or the example of `source` hold no numbers, or running it changes it."""
-    require_numbers(source.name, source.tensors, source.example_inputs)
-    require_lasting_buffers(source.name, _runnable(source), source.example_inputs)
-
-
 def prove(
     source: Source,
+    captured: Captured,
     scanned: Scanned[FxGraph],
     sites: Sequence[AttentionSite],
     keep_bad: bool = False,
@@ -61,8 +56,8 @@ def prove(
     """
     graph, teacher = scanned.graph.module, with_softmax(scanned, sites)
     started = time.perf_counter()
-    size = fixed_batch(source)
-    model = _runnable(source) if size is None else InBatches(_runnable(source), size)
+    model: nn.Module = Lasting(source.name, _runnable(source))
+    model = model if captured.models_batch is None else InBatches(model, captured.models_batch)
     values = compared_values(teacher, scanned.scan)
     draws = together(drawn(graph, source.example_inputs))
     agreed = agreement(source.name, model, graph, draws, values, partial(progress, "check the graph"))

@@ -35,12 +35,16 @@ def opened(captured: Captured, model: nn.Module | ExportedProgram) -> Captured:
             example = repeated(captured.example_inputs, COMPARED[0])
             found = OpenBatch(example, wider=exports[1]).looked(exports[0])
             if not isinstance(found, Refusal):
-                return replace(captured, module=found.graph, fixed_batch=None, note=None)
+                return _for_any(captured, found.graph)
             why = found
     found = OpenBatch(captured.example_inputs).looked(captured.module)
     if isinstance(found, Refusal):
         return replace(captured, note=f"the graph {why or found}")
-    return replace(captured, module=found.graph, fixed_batch=None, note=None)
+    return _for_any(captured, found.graph)
+
+
+def _for_any(captured: Captured, graph: GraphModule) -> Captured:
+    return replace(captured, module=graph, fixed_batch=None, note=None, models_batch=captured.fixed_batch)
 
 
 def _exported(model: nn.Module, inputs: tuple[Tensor, ...]) -> GraphModule | None:

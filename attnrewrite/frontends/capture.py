@@ -21,7 +21,8 @@ UNWRITABLE = frozenset("\"'\\\n\r")  # torch.fx writes a module's name between q
 
 @dataclass(frozen=True)
 class Captured:
-    """A model as a graph. `fixed_batch` is None when the batch size is open, else the only one that it takes.
+    """A model as a graph. `fixed_batch` is None when the batch size is open, else the only one that it takes;
+    `models_batch` is the only one that the model itself takes, whose graph was opened for others.
 
     `exact` is False where the model's control flow follows its data: the graph is then what ran on the example, which
     can be read but stands for no other input.
@@ -33,6 +34,7 @@ class Captured:
     fixed_batch: int | None
     note: str | None = None
     exact: bool = True
+    models_batch: int | None = None
 
 
 def _doubled(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

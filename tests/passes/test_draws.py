@@ -19,9 +19,10 @@ EXAMPLE = (torch.randn(1, 6, 4) * 5 + 3, torch.ones(1, 6, 6, dtype=torch.bool), 
 
 def test_each_draw_has_the_types_and_ranges_of_the_example_and_a_batch_of_its_own() -> None:
     graph = capture("sum", Sum(), EXAMPLE).module
-    example, *others = drawn(graph, EXAMPLE)
+    example, mixed = drawn(graph, EXAMPLE)
     assert example.inputs == EXAMPLE
-    assert [draw.inputs[0].shape[0] for draw in others] == [2, 1, 1]
+    others = (mixed, *mixed.joins())
+    assert [draw.inputs[0].shape[0] for draw in others] == [2, 2, 1, 1]
     for draw in others:
         values, mask, numbers = draw.inputs
         assert [t.dtype for t in draw.inputs] == [t.dtype for t in EXAMPLE]
@@ -31,17 +32,44 @@ def test_each_draw_has_the_types_and_ranges_of_the_example_and_a_batch_of_its_ow
         assert bool(mask[..., 0].all())  # a query that sees no key has no answer
         assert not bool(mask.all())
         assert len({tuple(row.tolist()) for row in mask.flatten(0, 1)}) > 1  # by image and by query
-    for one, two in zip(others, drawn(graph, EXAMPLE)[1:], strict=True):
+    again = drawn(graph, EXAMPLE)[1]
+    for one, two in zip(others, (again, *again.joins()), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.inputs, two.inputs, strict=True))
 
 
 def test_what_an_example_cannot_show_is_drawn_all_the_same() -> None:
-    """A blank picture becomes noise; ones of any type, which could be a mask, become zeros and ones."""
+    """A blank picture becomes noise; ones of any type, which could be a mask, become zeros and ones, in a part of the
+    draw where they are numbers.
+    """
     blank = (torch.zeros(1, 3, 8, 8), torch.ones(1, 8), torch.ones(1, 8, dtype=torch.int64))
-    for draw in drawn(capture("sum", Sum(), blank).module, blank)[1:]:
+    mixed = drawn(capture("sum", Sum(), blank).module, blank)[1]
+    for draw in (mixed, *mixed.joins()):
         assert float(draw.inputs[0].std()) > 0.1
         assert set(draw.inputs[2].unique().tolist()) == {0, 1}
-    assert set(drawn(capture("sum", Sum(), blank).module, blank)[1].inputs[1].unique().tolist()) == {0.0, 1.0}
+    as_mask, *as_numbers = (draw.inputs[1] for draw in mixed.joins())
+    assert set(as_mask.unique().tolist()) == {0.0, 1.0}
+    assert all(not set(numbers.unique().tolist()) <= {0.0, 1.0} for numbers in as_numbers)
+    assert set(mixed.inputs[1][:, :3].unique().tolist()) <= {0.0, 1.0} < set(mixed.inputs[1].unique().tolist())
+
+
+def test_a_draw_has_a_part_of_each_kind_where_it_has_room() -> None:
+    """Along the longest axis of an image: other values, of both signs, in the example's own order of size; and where
+    that is short, one kind alone.
+    """
+    example = (torch.rand(1, 3, 4, 90) + 5, torch.randn(1, 2))
+    graph = capture("product", Product(), example).module
+    pictures, short = drawn(graph, example)[1].inputs
+    own, sparse, large = (part.flatten() for part in pictures.tensor_split(3, 3))
+    assert set(own.tolist()) <= set(example[0].flatten().tolist())
+    assert float((sparse == 0).double().mean()) > 0.4
+    assert float(sparse.min()) < 0 < float(sparse.max()) < 1
+    assert float(large.min()) > 5
+    assert set(short.flatten().tolist()) <= set(example[1].flatten().tolist())
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.flatten(1).sum(1) * y.sum(1)
 
 
 def test_a_graph_with_one_batch_size_gets_no_other() -> None:
@@ -51,19 +79,18 @@ def test_a_graph_with_one_batch_size_gets_no_other() -> None:
 
     example = (torch.randn(2, 5),)
     draws = drawn(capture("two", Two(), example).module, example)
-    assert len(draws) == 4
-    assert {draw.inputs[0].shape for draw in draws} == {torch.Size([2, 5])}
+    assert {draw.inputs[0].shape for draw in (*draws, *draws[1].joins())} == {torch.Size([2, 5])}
 
 
-def test_the_example_goes_in_with_its_values_in_another_order_where_every_input_is_each_images_own() -> None:
+def test_the_example_goes_in_with_what_is_drawn_where_every_input_is_each_images_own() -> None:
     graph = capture("sum", Sum(), EXAMPLE).module
     draws = drawn(graph, EXAMPLE)
-    both, *others = together(draws)
-    assert [*both.joins, *others] == [*draws]
-    assert both.name == "the example and the example's values in another order, 2 images"
-    for joined, alone, two in zip(both.inputs, EXAMPLE, draws[1].inputs, strict=True):
+    (both,) = together(draws)
+    assert tuple(both.joins()) == draws
+    assert both.name == "the example and values in another order, sparse, and large, 2 images"
+    for joined, alone, two, one in zip(both.inputs, EXAMPLE, draws[1].inputs, telling([both]), strict=True):
         assert torch.equal(joined, torch.cat([alone, two[1:]]))
-    assert telling((both, *others)) is both.inputs
+        assert torch.equal(one, two[1:])
     assert telling(draws) is draws[1].inputs
 
     shared = (EXAMPLE[0], torch.ones(6, 6, dtype=torch.bool), EXAMPLE[2])  # a mask that images have in common

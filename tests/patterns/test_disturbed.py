@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor
 from torch.fx import GraphModule
 
-from attnrewrite.conversion.proof import prove, require_sound, rewritten
+from attnrewrite.conversion.proof import prove, rewritten
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import load_source
@@ -42,13 +42,12 @@ def verdict(recipe: Recipe) -> str:
     model = build(recipe)
     try:
         source = load_source(copy.deepcopy(model), example(recipe))
-        require_sound(source)
         captured = capture("disturbed", source.model, source.example_inputs)  # type: ignore[arg-type]
         scanned = scan_graph(captured.module, "disturbed")
         sites = [site for site in scanned.scan.sites if get_variant("softmax").refuse(site) is None]
         if not sites or not captured.exact:
             return "refused"
-        proof = prove(source, scanned, sites)
+        proof = prove(source, captured, scanned, sites)
     except InputError:
         return "refused"
     except CheckFailedError:
