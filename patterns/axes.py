@@ -6,7 +6,7 @@ import numpy as np
 
 from attnrewrite.errors import Refusal
 from attnrewrite.patterns.graph import GraphView, Operation
-from attnrewrite.patterns.provenance import FILL, Crossed, Provenance, Tracer, layout_of, numbered
+from attnrewrite.patterns.provenance import FILL, Crossed, Tracer, layout_of, numbered
 from attnrewrite.site import Operand
 
 
@@ -40,46 +40,6 @@ class Coordinates:
 
     channel: np.ndarray
     token: np.ndarray
-
-
-def coordinates(graph: GraphView, provenance: Provenance) -> tuple[np.ndarray, np.ndarray]:
-    """(channel, token) numbers of each element: its place along the source's channel axis, and along all others."""
-    if provenance.source is not None:
-        return _places(graph, provenance.source, provenance.index)
-    channel = np.full(provenance.index.shape, FILL, np.int64)
-    token = np.full(provenance.index.shape, FILL, np.int64)
-    ends = [*provenance.offsets[1:], np.iinfo(np.int64).max]
-    tokens_before = 0
-    for source, low, high in zip(provenance.sources, provenance.offsets, ends, strict=True):
-        part = (provenance.index >= low) & (provenance.index < high)
-        channel[part], local_token = _places(graph, source, provenance.index[part] - low)
-        token[part] = tokens_before + local_token
-        tokens_before += int(np.prod(graph.shape(source), dtype=int))
-    return channel, token
-
-
-def _places(graph: GraphView, source: str, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(channel, token) of elements of one source, by their row-major numbers."""
-    shape = graph.shape(source)
-    axis = channel_axis(graph.operation(source), len(shape))
-    inner = int(np.prod(shape[axis + 1 :], dtype=int))
-    # numpy divides by one number far faster than it takes divmod
-    if inner == 1:
-        token = numbers // shape[axis]
-        return numbers - token * shape[axis], token
-    outer = numbers // (inner * shape[axis])
-    within = numbers - outer * (inner * shape[axis])
-    channel = within // inner
-    return channel, outer * inner + within - channel * inner
-
-
-def channel_axis(operation: Operation, rank: int) -> int:
-    """The axis that holds the features an operation has just made."""
-    of_images = operation.kind in ("conv", "pool") or operation.attributes.get("style") in _OVER_IMAGES
-    return min(1, rank - 1) if of_images else rank - 1
-
-
-_OVER_IMAGES = frozenset({"batch", "batch_statistics", "group_norm", "native_group_norm"})
 
 
 @dataclass(frozen=True)
@@ -132,7 +92,7 @@ def split_lead(graph: GraphView, layout: Tracer, query: Side, key: Side, value: 
         if graph.is_constant(side.value):
             continue
         origin = layout.trace(side.value)
-        channel, token = coordinates(graph, origin)
+        channel, token = layout.coordinates(side.value)
         if all(graph.operation(source).kind in ("linear", "conv") for source in origin.sources):
             projected.add(role)
         found[role] = Coordinates(side.lines(channel), side.lines(token))
@@ -158,29 +118,46 @@ def is_aligned(graph: GraphView, layout: Tracer, key: Side, value: Side) -> bool
     """Whether key m and value m come from the same token, as far as their origins tell: False where each lead entry has
     the same tokens of both, in another order.
     """
-    keys, values = (_tokens_read(graph, layout, side) for side in (key, value))
-    if keys is None or values is None or keys[0] != values[0] or keys[1].shape != values[1].shape:
+    of_key, of_value = (_projected(graph, layout, side) for side in (key, value))
+    if of_key is None or of_value is None:
+        return True
+    if of_key.reads == of_value.reads and np.array_equal(of_key.token, of_value.token):
+        return True
+    keys, values = (_tokens_read(graph, layout, found) for found in (of_key, of_value))
+    if keys[0] != values[0] or keys[1].shape != values[1].shape:
         return True
     same_tokens = np.array_equal(np.sort(keys[1]), np.sort(values[1]))
     return not same_tokens or np.array_equal(keys[1], values[1])
 
 
-def _tokens_read(graph: GraphView, layout: Tracer, side: Side) -> tuple[tuple[str, ...], np.ndarray] | None:
-    """The tokens [lead, tokens] that an operand's projection reads, and what tensors they are tokens of."""
+@dataclass(frozen=True)
+class _Projected:
+    """A projection, by its kind and the value that it reads, and the `token` of each element that it makes."""
+
+    kind: str
+    reads: str
+    token: np.ndarray
+
+
+def _projected(graph: GraphView, layout: Tracer, side: Side) -> _Projected | None:
+    """The projection that makes an operand, where one alone does, of one token each."""
     if graph.is_constant(side.value):
         return None
     origin = layout.trace(side.value)
     operation = graph.operation(origin.sources[0])
     if len(origin.sources) > 1 or not (operation.kind == "linear" or operation.attributes.get("pointwise")):
         return None
-    token = side.lines(coordinates(graph, origin)[1])
-    read = layout.trace(operation.inputs[0])
-    before = coordinates(graph, read)[1]
-    if operation.kind == "conv":
+    return _Projected(operation.kind, operation.inputs[0], side.lines(layout.coordinates(side.value)[1]))
+
+
+def _tokens_read(graph: GraphView, layout: Tracer, found: _Projected) -> tuple[tuple[str, ...], np.ndarray]:
+    """The tokens [lead, tokens] that a projection reads, and what tensors they are tokens of."""
+    before = layout.coordinates(found.reads)[1]
+    if found.kind == "conv":
         before = np.moveaxis(before, 1, -1)
     places = before.reshape(-1, before.shape[-1])[:, 0]
-    tokens = np.where(token == FILL, FILL, places[token]).max(axis=2)
-    return read.sources, tokens
+    tokens = np.where(found.token == FILL, FILL, places[found.token]).max(axis=2)
+    return layout.trace(found.reads).sources, tokens
 
 
 def _extent(numbers: np.ndarray) -> list[np.ndarray]:

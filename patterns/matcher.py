@@ -52,11 +52,10 @@ class _Reader:
     def __init__(self, graph: GraphView) -> None:
         self.graph = graph
         live = cast(GraphView, ComputedConstants(graph))
-        self.tracers = Tracers(
-            strict=Tracer(live),
-            layout=Tracer(live, lambda operation: crosses_layout(live, operation)),
-            pooled=Tracer(live, lambda operation: crosses_pooling(live, operation)),
-        )
+        strict = Tracer(live)
+        layout = Tracer(live, lambda operation: crosses_layout(live, operation), strict)
+        pooled = Tracer(live, lambda operation: crosses_pooling(live, operation), layout)
+        self.tracers = Tracers(strict, layout, pooled)
 
     def read(self, value: str, number: int) -> AttentionSite | NearMiss:
         operation = self.graph.operation(value)

@@ -6,9 +6,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from attnrewrite.errors import Refusal
-from attnrewrite.patterns.axes import LeadAxes, Side, coordinates
+from attnrewrite.patterns.axes import LeadAxes, Side
 from attnrewrite.patterns.graph import GraphView, Operation, parameters_of
-from attnrewrite.patterns.provenance import FILL, Provenance, Tracer, constant_factor, layout_of, push
+from attnrewrite.patterns.provenance import (
+    FILL,
+    Provenance,
+    Tracer,
+    constant_factor,
+    coordinates,
+    digits,
+    layout_of,
+    push,
+)
 from attnrewrite.site import Normalization, Operand, OutputProjection, Projection, Untraced
 
 
@@ -44,13 +53,10 @@ class Tracers:
 def trace_projection(graph: GraphView, tracers: Tracers, side: Side, lead_axes: LeadAxes) -> Projection | Untraced:
     """The projection that makes one operand, directly or through normalisation, rotation and pooling."""
     exact = tracers.strict.trace(side.value)
-    direct = _from_map(graph, tracers.strict, side, lead_axes, exact)
+    direct = _from_map(graph, tracers.strict, side, lead_axes, tracers.strict)
     if isinstance(direct, Projection):
         return direct
-    through = [
-        _from_map(graph, tracers.strict, side, lead_axes, tracer.trace(side.value))
-        for tracer in (tracers.layout, tracers.pooled)
-    ]
+    through = [_from_map(graph, tracers.strict, side, lead_axes, tracer) for tracer in (tracers.layout, tracers.pooled)]
     for found in through:
         if isinstance(found, Projection) and len(set(found.rows)) > 1:
             return replace(found, direct=False, factor=1.0)
@@ -58,8 +64,9 @@ def trace_projection(graph: GraphView, tracers: Tracers, side: Side, lead_axes: 
 
 
 def _from_map(
-    graph: GraphView, strict: Tracer, side: Side, lead_axes: LeadAxes, origin: Provenance
+    graph: GraphView, strict: Tracer, side: Side, lead_axes: LeadAxes, tracer: Tracer
 ) -> Projection | Untraced:
+    origin = tracer.trace(side.value)
     if len(origin.sources) > 1:
         return Untraced("several-sources", f"it is put together from {len(origin.sources)} tensors")
     source, index, normalization = origin.sources[0], origin.index, None
@@ -68,7 +75,7 @@ def _from_map(
         before = strict.trace(operation.inputs[0])
         if before.source is None:
             return Untraced("several-sources", "its BatchNorm reads several tensors, or padding")
-        channel, _ = coordinates(graph, before)
+        channel, _ = strict.coordinates(operation.inputs[0])
         if (np.moveaxis(channel, 1, -1) != np.arange(channel.shape[1])).any():
             return Untraced("mixed-channels", "its BatchNorm normalises other channels than those it projects to")
         normalization = Normalization(**{part: operation.attributes[part] for part in _BATCH_NORM})  # type: ignore[arg-type]
@@ -78,7 +85,10 @@ def _from_map(
         return Untraced("constant", "it is a learned constant, not a projection of tokens")
     if not (is_map(graph, operation) or _is_convolution(graph, operation)):
         return Untraced("no-projection", f"it comes from {operation.name}, not from a linear map of parameters")
-    channel, token = coordinates(graph, Provenance((source,), (0,), index, 1.0, ()))
+    if normalization is None:
+        channel, token = tracer.coordinates(side.value)
+    else:
+        channel, token = coordinates(graph, Provenance((source,), (0,), index, 1.0, ()))
     channels = side.lines(channel)[lead_axes.lead]
     tokens = side.lines(token)[lead_axes.lead]
     if lead_axes.axis == "channel":
@@ -148,13 +158,14 @@ def trace_output(graph: GraphView, output: Side, lead_axes: LeadAxes, own: Own) 
     if lead_axes.axis == "channel":
         numbers = np.swapaxes(numbers, 2, 3)
     _, heads, tokens, width = numbers.shape
-    canonical = np.full(numbers.size + 1, FILL, np.int64)  # the last is where FILL points
-    canonical[numbers.reshape(-1)] = np.arange(numbers.size)
+    canonical = np.full(numbers.size + 1, FILL, numbers.dtype)  # the last is where FILL points
+    canonical[numbers.reshape(-1)] = np.arange(numbers.size, dtype=numbers.dtype)
     read = canonical[push(graph, output.value, reached.path)]
     if operation.kind == "conv":
         read = np.moveaxis(read, 1, -1)
     read = read.reshape(-1, read.shape[-1])
-    channel = np.where(read == FILL, FILL, read // (tokens * width) % heads * width + read % width)
+    _, head, _, within = digits(read, heads, tokens, width)
+    channel = np.where(read == FILL, FILL, head * width + within)
     held = channel.max(axis=0)
     if ((channel != held) & (channel != FILL)).any() or sorted(held[held != FILL]) != list(range(heads * width)):
         return Untraced("mixed-output", "the map after it does not read one token's heads at a time")
@@ -177,7 +188,8 @@ def _written(graph: GraphView, operation: Operation, read: np.ndarray, heads: tu
     batch, count, tokens, width = heads
     if (read == FILL).any() or read.shape != (batch * tokens, count * width):
         return None
-    place = read // (count * tokens * width) * tokens + read // width % tokens
+    image, _, token, _ = digits(read, count, tokens, width)
+    place = image * tokens + token
     if (place != place[:, :1]).any():
         return None
     order = np.empty(batch * tokens, np.int64)

@@ -58,6 +58,16 @@ def _integer(most: int) -> type[np.signedinteger]:
     return np.int32 if most < np.iinfo(np.int32).max else np.int64
 
 
+def digits(numbers: np.ndarray, *sizes: int) -> list[np.ndarray]:
+    """Row-major numbers as their places along axes of `sizes`, and along one before them; slowest first."""
+    found: list[np.ndarray] = []
+    for size in reversed(sizes):
+        rest = numbers // size  # numpy divides by one number far faster than it takes remainders
+        found.insert(0, numbers - rest * size)
+        numbers = rest
+    return [numbers, *found]
+
+
 def scalar_operand(graph: GraphView, operation: Operation) -> float | None:
     """The number that stands beside the tensor operand of a binary map, also when it is a one-element constant."""
     if "scalar" in operation.attributes:
@@ -91,21 +101,44 @@ def constant_factor(graph: GraphView, operation: Operation) -> Crossed | None:
 
 
 class Tracer:
-    """Traces values of one graph back to where `crossing` stops. Results are remembered by value, until `forget`."""
+    """Traces values of one graph back to where `crossing` stops. Results are remembered by value, until `forget`.
 
-    def __init__(self, graph: GraphView, crossing: Crossing | None = None) -> None:
+    `beneath` traces through less: where this one goes no further, its results are taken.
+    """
+
+    def __init__(self, graph: GraphView, crossing: Crossing | None = None, beneath: "Tracer | None" = None) -> None:
         self._graph = graph
         self._crossing = crossing
+        self._beneath = beneath
         self._memory: dict[str, Provenance] = {}
+        self._coordinates: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def forget(self) -> None:
         """Give back the memory of all results."""
         self._memory.clear()
+        self._coordinates.clear()
 
     def trace(self, value: str) -> Provenance:
         if value not in self._memory:
-            self._memory[value] = self._trace(value)
+            found = None if self._beneath is None else self._beneath.trace(value)
+            if found is None or any(map(self._goes_on, found.sources)):
+                found = self._trace(value)
+            self._memory[value] = found
         return self._memory[value]
+
+    def coordinates(self, value: str) -> tuple[np.ndarray, np.ndarray]:
+        """The `coordinates` of what a value is traced to, remembered with it."""
+        found = self.trace(value)
+        if self._beneath is not None and self._beneath.trace(value) is found:
+            return self._beneath.coordinates(value)
+        if value not in self._coordinates:
+            self._coordinates[value] = coordinates(self._graph, found)
+        return self._coordinates[value]
+
+    def _goes_on(self, source: str) -> bool:
+        """Whether a trace that ended at `source` might end elsewhere here, as where parts were scaled unlike."""
+        operation = self._graph.operation(source)
+        return operation.kind == "move" or self._crossing is None or self._crossing(operation) is not None
 
     def _trace(self, value: str) -> Provenance:
         operation = self._graph.operation(value)
@@ -176,6 +209,43 @@ class Tracer:
         for source, low, high in zip(provenance.sources, provenance.offsets, bounds, strict=True):
             result[(index >= low) & (index < high)] += offsets[source] - low
         return result
+
+
+def coordinates(graph: GraphView, provenance: Provenance) -> tuple[np.ndarray, np.ndarray]:
+    """(channel, token) numbers of each element: its place along the source's channel axis, and along all others."""
+    if provenance.source is not None:
+        return _places(graph, provenance.source, provenance.index)
+    channel = np.full(provenance.index.shape, FILL, np.int64)
+    token = np.full(provenance.index.shape, FILL, np.int64)
+    ends = [*provenance.offsets[1:], np.iinfo(np.int64).max]
+    tokens_before = 0
+    for source, low, high in zip(provenance.sources, provenance.offsets, ends, strict=True):
+        part = (provenance.index >= low) & (provenance.index < high)
+        channel[part], local_token = _places(graph, source, provenance.index[part] - low)
+        token[part] = tokens_before + local_token
+        tokens_before += int(np.prod(graph.shape(source), dtype=int))
+    return channel, token
+
+
+def _places(graph: GraphView, source: str, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(channel, token) of elements of one source, by their row-major numbers."""
+    shape = graph.shape(source)
+    axis = channel_axis(graph.operation(source), len(shape))
+    inner = int(np.prod(shape[axis + 1 :], dtype=int))
+    if inner == 1:
+        token, channel = digits(numbers, shape[axis])
+        return channel, token
+    outer, channel, within = digits(numbers, shape[axis], inner)
+    return channel, outer * inner + within
+
+
+def channel_axis(operation: Operation, rank: int) -> int:
+    """The axis that holds the features an operation has just made."""
+    of_images = operation.kind in ("conv", "pool") or operation.attributes.get("style") in _OVER_IMAGES
+    return min(1, rank - 1) if of_images else rank - 1
+
+
+_OVER_IMAGES = frozenset({"batch", "batch_statistics", "group_norm", "native_group_norm"})
 
 
 def push(graph: GraphView, source: str, path: tuple[str, ...]) -> np.ndarray:

@@ -27,6 +27,7 @@ class FxGraph:
         self._nodes = {node.name: node for node in module.graph.nodes}
         self._operations: dict[str, Operation] = {}
         self._constants: dict[str, np.ndarray] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._is_constant: dict[str, bool] = {}
         self._written = _written_buffers(module)
         for node in module.graph.nodes:
@@ -46,7 +47,9 @@ class FxGraph:
         return self._operations[value]
 
     def shape(self, value: str) -> tuple[int, ...]:
-        return tuple(_hint(size) for size in self._nodes[value].meta["val"].shape)
+        if value not in self._shapes:  # a symbol is asked for its number slowly, a scan asks for it a thousand times
+            self._shapes[value] = tuple(_hint(size) for size in self._nodes[value].meta["val"].shape)
+        return self._shapes[value]
 
     def batch_axes(self, value: str) -> frozenset[int]:
         sizes = self._nodes[value].meta["val"].shape
