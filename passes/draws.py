@@ -21,13 +21,14 @@ class Draw:
     """Inputs of a model, and what they are called where they show a difference.
 
     `joins` makes the draws that it holds in one, which are to be tried one by one where the model does not take it.
-    `own`: nothing in it was drawn.
+    `own`: nothing in it was drawn. `alone`: its last image by itself, where every input has its own for each image.
     """
 
     name: str
     inputs: tuple[Tensor, ...]
     joins: Callable[[], Sequence["Draw"]] = tuple
     own: bool = False
+    alone: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,16 @@ def together(draws: Sequence[Draw]) -> tuple[Draw, ...]:
     if not all(one.shape[:1] == (1,) and both.shape == (2, *one.shape[1:]) for one, both in pairs):
         return tuple(draws)
     inputs = tuple(torch.cat([one, both[1:]]) for one, both in pairs)
-    return (Draw(f"{example.name} and {two.name}", inputs, lambda: draws),)
+    last = tuple(both[1:] for both in inputs)
+    return (Draw(f"{example.name} and {two.name}", inputs, lambda: draws, alone=last),)
 
 
 def telling(draws: Sequence[Draw]) -> tuple[Tensor, ...]:
-    """The inputs to check arithmetic on: what was drawn, never a blank picture alone; one image of a batch that
-    `together` made.
+    """The inputs to check arithmetic on: what was drawn, never a blank picture alone, and one image where that is told
+    from the example.
     """
-    return tuple(tensor[1:] for tensor in draws[0].inputs) if len(draws) == 1 else draws[1].inputs
+    first = draws[0]
+    return draws[1].inputs if first.alone is None else first.alone
 
 
 def _open_sizes(value: object) -> Iterator[torch.SymInt]:

@@ -1,5 +1,6 @@
 """What is proven of a model before anything is replaced, where the example alone would show nothing."""
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import load_source
 from attnrewrite.passes.draws import drawn, together
 from attnrewrite.passes.original import agreement
-from attnrewrite.passes.verify import IDENTITY_TOLERANCE, float64_errors, relative_error, rewritten_sites
+from attnrewrite.passes.roundings import rewriting_error
+from attnrewrite.passes.verify import IDENTITY_TOLERANCE, Run, float64_errors, relative_error, rewritten_sites
+from attnrewrite.passes.wide import Recording
 from attnrewrite.variants.registry import get_variant
 
 
@@ -165,6 +168,41 @@ def test_a_conversion_without_images_runs_the_model_on_its_example_and_on_a_pair
     seen: list[int] = []
     ar.convert(Counted(), (TOKENS[0][:1],), variant="l1")
     assert seen == ([1, 2] if open_batch else [1, 1, 1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.01])
+def test_the_model_with_softmax_re_emitted_is_run_as_a_whole(scale: float) -> None:
+    """On what was drawn, alone; in the batch that it was drawn in, where images see each other."""
+
+    class Crowd(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(0))
+
+    for model in (Odd(), Crowd()):
+        alone = (TOKENS[0][:1],)
+        graph = capture("odd", model, alone).module
+        (pair,) = together(drawn(graph, alone))
+        wired = copy.deepcopy(graph)
+        with torch.no_grad():
+            wired.proj.weight.mul_(scale)
+        run = Run.of(Recording(graph), pair)
+        if scale == 1.0:
+            assert rewriting_error(graph, wired, run) < 1e-5
+            continue
+        with pytest.raises(CheckFailedError, match=f"differs from the original .* on {pair.name}, although each site"):
+            rewriting_error(graph, wired, run)
+
+
+def test_a_graph_that_takes_no_image_alone_is_told() -> None:
+    class Pairs(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).reshape(2, 9, 16)
+
+    alone = (TOKENS[0][:1],)
+    (pair,) = together(drawn(capture("odd", Odd(), alone).module, alone))
+    graph = capture("pairs", Pairs(), TOKENS).module
+    with pytest.raises(CheckFailedError, match="does not take one image, but the batch that it was checked with"):
+        rewriting_error(graph, graph, Run.of(Recording(graph), pair))
 
 
 def test_float64_decides_where_large_scores_are_rounded() -> None:
