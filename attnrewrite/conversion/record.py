@@ -22,7 +22,7 @@ from attnrewrite.frontends.trust import remember
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.copying import quiet_copying
-from attnrewrite.passes.draws import drawn, telling
+from attnrewrite.passes.draws import drawn, telling, together
 from attnrewrite.passes.fx.deploy import DeploySites
 from attnrewrite.passes.verify import export_error
 from attnrewrite.plan import Plan
@@ -62,7 +62,7 @@ class Conversion:
         program, _ = export(ready, self.example_inputs)
         exported = program.module(check_guards=False)
         assert isinstance(exported, GraphModule)
-        export_error(exported, ready, telling(drawn(self.original, self.example_inputs)))
+        export_error(exported, ready, self._drawn())
         return program
 
     def save(self, out: str | Path, force: bool = False) -> Path:
@@ -91,6 +91,10 @@ class Conversion:
                 remember(folder, self.code)
         return Path(out)
 
+    def _drawn(self) -> tuple[Tensor, ...]:
+        """What files are held to the module on; of one image, where the program was traced with two."""
+        return telling(together(drawn(self.original, self.example_inputs)))
+
     def _write_page(self, folder: Path) -> None:
         """Write report.html, where its template engine is installed."""
         try:
@@ -103,8 +107,7 @@ class Conversion:
         from attnrewrite.conversion.onnx_out import write_file
 
         assert self.origin is not None
-        inputs = telling(drawn(self.original, self.example_inputs))
-        write_file(source, self.plan, deployed(self.module), inputs, self.origin.input_size, folder / ONNX_FILE)
+        write_file(source, self.plan, deployed(self.module), self._drawn(), self.origin.input_size, folder / ONNX_FILE)
 
 
 def site_notes(folder: Path) -> dict[str, str | None]:
