@@ -1,12 +1,20 @@
-"""What the checks of a conversion cost: the share of `convert` and `save`, without calibration, that they take.
+"""What a conversion without calibration costs: in torch's own exports of the same module, and the checks' share of it.
 
-    python benchmarks/checks.py [--models deit_tiny_patch16_224 ...] [--variant l1] [--times 3]
+    python benchmarks/checks.py [--models deit_tiny_patch16_224:512 ...] [--variant l1] [--times 3]
 
-Random weights, one thread, processor time of this process; the middle of `--times` runs after one that is not counted.
+`NAME:SIDE` is a timm model for pictures of that side. Random weights, one thread, each model in a process of its own.
+An export is torch.export.export with an open batch; exports, conversions and saves take turns, garbage collected before
+each and the first turn not counted, and ratios are of processor time, the middle of `--times` of them. `saved` has
+`Conversion.save` in it, which exports the result and holds it to the module. A forward pass is of one picture, peak
+memory the process's beyond what it held before the first conversion.
 """
 
 import argparse
+import gc
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,11 +24,25 @@ from typing import Any
 import torch
 
 import attnrewrite as ar
-from attnrewrite.conversion import proof
+from attnrewrite.calibration.stage import peak_memory
+from attnrewrite.conversion import convert, forming, proof
 from attnrewrite.evaluation.latency import environment
+from attnrewrite.frontends import capture
 from attnrewrite.frontends.torchvision import import_torchvision
+from attnrewrite.resources import format_bytes
 
-CHECKS = ("agreement", "site_errors", "rewriting_error", "drawn")
+CHECKS = [
+    *((proof, name) for name in ("agreement", "site_errors", "rewriting_error", "drawn")),
+    (forming, "float64_errors"),
+]
+MODELS = [*(f"deit_tiny_patch16_224:{side}" for side in (224, 512, 1024)), "deit_small_patch16_224:224"]
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    gc.collect()
+    started = time.process_time()
+    call()
+    return time.process_time() - started
 
 
 def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
@@ -34,43 +56,66 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
     return run
 
 
-def measured(name: str, variant: str, times: int) -> tuple[float, float]:
-    """Seconds of the whole conversion, and of the checks in it."""
+def measured(named: str, variant: str, times: int) -> dict[str, Any]:
     import_torchvision()
     import timm
 
-    model = timm.create_model(name).eval()
-    inputs = (torch.randn(1, *model.default_cfg["input_size"]),)
-    found = []
-    for _ in range(1 + times):
-        spent: list[float] = []
-        own = {check: getattr(proof, check) for check in CHECKS}
-        for check, function in own.items():
-            setattr(proof, check, timed(function, spent))
-        started = time.process_time()
+    name, _, side = named.partition(":")
+    model = timm.create_model(name, **({"img_size": int(side)} if side else {})).eval()
+    size = (3, int(side), int(side)) if side else model.default_cfg["input_size"]
+    inputs, pair = (torch.randn(1, *size),), (torch.randn(2, *size),)
+    checks, scans, done = [], [], []
+    for module, check in CHECKS:
+        setattr(module, check, timed(getattr(module, check), checks))
+    convert.scan_graph = timed(convert.scan_graph, scans)  # type: ignore[assignment]
+
+    def saved() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            ar.convert(model, inputs, variant=variant).save(Path(folder) / "out")
-        found.append((time.process_time() - started, sum(spent)))
-        for check, function in own.items():
-            setattr(proof, check, function)
-    whole, checks = zip(*found[1:], strict=True)
-    return statistics.median(whole), statistics.median(checks)
+            done[-1].save(Path(folder) / "out")
+
+    rounds = []
+    with torch.no_grad():
+        model(*inputs)
+        forward = seconds(lambda: model(*inputs))
+    before = peak_memory()
+    for _ in range(1 + times):
+        checks.clear()
+        scans.clear()
+        export = seconds(lambda: torch.export.export(model, pair, dynamic_shapes=capture.open_batch(pair)))
+        whole = seconds(lambda: done.append(ar.convert(model, inputs, variant=variant)))
+        peak = peak_memory()
+        parts = (whole, sum(checks), sum(scans), seconds(saved), forward)
+        rounds.append([part / export for part in parts] + [export, peak])
+        done.clear()
+    middle = [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
+    whole, share, scan, save, forward, export, _ = middle
+    return {
+        "model": named, "export_s": export, "exports": whole, "saved": whole + save, "checks": share, "scan": scan,
+        "pass": forward, "peak": format_bytes(int(rounds[0][-1] - before)),
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--models", nargs="*", default=["deit_tiny_patch16_224", "deit_small_patch16_224"], help="timm models"
-    )
+    parser.add_argument("--models", nargs="*", default=MODELS, help="timm models, NAME or NAME:SIDE")
     parser.add_argument("--variant", default="l1")
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.one:
+        print(json.dumps(measured(given.models[0], given.variant, given.times)))
+        return
+    print("| model | an export | converted | saved | of it checks | scan | a forward pass | peak memory |")
+    print(f"|{'-|' * 8}", flush=True)
     for name in given.models:
-        whole, checks = measured(name, given.variant, given.times)
-        print(f"{name}: {whole:.2f} s, of which the checks take {checks:.2f} s ({100 * checks / whole:.0f} %)")
+        how = ["--variant", given.variant, "--times", str(given.times)]
+        line = [sys.executable, __file__, "--one", "--models", name, *how]
+        found = json.loads(subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+        ratios = " | ".join(f"{found[part]:.2f}" for part in ("exports", "saved", "checks", "scan", "pass"))
+        print(f"| {name} | {found['export_s']:.2f} s | {ratios} | {found['peak']} |", flush=True)
     known = environment(1)
-    print(", ".join(f"{name} {known[name]}" for name in ("processor", "cores") if name in known))
+    print(", ".join(f"{name} {known[name]}" for name in ("processor", "cores", "torch") if name in known))
 
 
 if __name__ == "__main__":
