@@ -73,6 +73,21 @@ def test_product_of_two_tensors(batch: int, heads: int, rows: int, depth: int, c
     close(run(), first @ (second.swapaxes(2, 3) if transposed else second) * np.float64(np.float32(0.3)))
 
 
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize(("rows", "computed"), [(40, "by row"), (40, "by column"), (3, "by column")])
+def test_arithmetic_before_a_product_of_two_tensors(processor: Profile, rows: int, computed: str) -> None:
+    x, size, y = values((2, rows, 24), (2, rows, 1) if computed == "by row" else (2, 1, 24), (2, 24, 21))
+    size = np.abs(size) + 1
+
+    def body(x: relax.Var, size: relax.Var, y: relax.Var) -> relax.Expr:
+        return relax.op.matmul(relax.op.divide(x, size), y)
+
+    rules, run = scheduled([x, size, y], body, [], processor)
+    assert rules == ["matmul"]
+    first, second, third = wide(x, size, y)
+    close(run(), first / second @ third)
+
+
 @DRAWN
 @given(
     batch=st.integers(1, 2), heads=st.integers(1, 3), queries=sizes, keys=st.integers(1, 1300),

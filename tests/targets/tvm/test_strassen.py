@@ -102,6 +102,24 @@ def test_weights_that_lie_as_linear_layers_have_them() -> None:
     close(run(), first @ second.T)
 
 
+@pytest.mark.parametrize("levels", [0, 1, 2])
+def test_patches_of_an_image(levels: int) -> None:
+    image, weight = values((2, 4, 32, 48), (40, 4, 4, 4))
+
+    def body(x: relax.Var, w: relax.Expr) -> relax.Expr:
+        patches = relax.op.reshape(relax.op.nn.conv2d(x, w, strides=4), (2, 40, 96))
+        return relax.op.permute_dims(patches, (0, 2, 1))
+
+    with by(levels):
+        made = pipeline.schedule(relax_module([image.shape], body, [weight]), ARM)
+        assert any("strassen" in name.name_hint for name in made.module.get_global_vars()) is bool(levels)
+        rules, run = scheduled([image], body, [weight], ARM)
+    assert rules == ["convolution"]
+    first, second = wide(image, weight)
+    windows = first.reshape(2, 4, 8, 4, 12, 4).transpose(0, 2, 4, 1, 3, 5).reshape(2, 96, 64)
+    close(run(), windows @ second.reshape(40, 64).T)
+
+
 @pytest.mark.parametrize("levels", [1, 2])
 def test_integers_are_exact(levels: int) -> None:
     generator = np.random.default_rng(0)

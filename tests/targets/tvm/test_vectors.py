@@ -56,6 +56,21 @@ def test_functions_are_within_few_units_in_the_last_place(name: str, low: float,
     assert np.abs((found - expected(wide)) / units).max() <= (4 if name == "gelu" else 2)
 
 
+@pytest.mark.parametrize("lanes", [1, 4, 16])
+def test_gelu_is_nothing_or_its_argument_far_from_zero(lanes: int) -> None:
+    x = np.array([6, 1e4, 3e38, np.inf] * 4, np.float32)
+
+    def body(read: object, written: object) -> None:
+        with each((x.size // lanes,), 0) as (index,):
+            value = vectors.name(vectors.load(read, index * lanes, lanes))
+            vectors.store(written, index * lanes, vectors.gelu(value), lanes)
+
+    np.testing.assert_array_equal(run(x, x.shape, body), x)
+    finite = np.where(np.isinf(x), np.float32(7), x)
+    np.testing.assert_array_equal(run(-finite, x.shape, body), np.zeros_like(x))
+    assert np.isnan(run(x * np.nan, x.shape, body)).all()
+
+
 @pytest.mark.parametrize("stride", [0, 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("lanes", [1, 2, 8, 16])
 def test_numbers_apart_become_neighbours(lanes: int, stride: int) -> None:
@@ -137,5 +152,5 @@ def test_columns_summed_beside_a_tile_are_those_that_fill_no_vector(core: str) -
 def test_few_columns_left_over_are_summed_beside_a_tile(core: str, columns: int, beside: int) -> None:
     processor = profile(core)
     bands = best_bands(processor, 48, columns)
-    found = packed_bands(processor, 48, bands, whole=False, constant=True) or bands
+    found = packed_bands(processor, 48, bands, whole=False, written=True) or bands
     assert found[-1].beside == beside

@@ -30,6 +30,7 @@ from attnrewrite.targets.tvm.schedules.expression import (
     joined,
     leaves,
     moved,
+    ordered,
     substituted,
 )
 from attnrewrite.targets.tvm.schedules.graph import strided
@@ -98,26 +99,26 @@ class Assembly:
         """
         batch, columns, lead = out.shape[:-2], out.shape[-1], len(out.shape) - 2
         arguments = Arguments()
-        rows_of = _multiplied(self.view(left, (*out.shape[:-1], depth)), profile)
         after = arguments.loading(epilogue)
         if is_shared(right, lead):
             # One right operand for the whole batch: whose rows are then rows of a single product, where strides allow.
-            right, batch = without(right, lead), ()
+            right, batch, rows_of = without(right, lead), (), self.view(left, (*out.shape[:-1], depth))
             (left_layout, out), after = joined([rows_of.layout, out], after, lead + 1)
-            rows_of = replace(rows_of, layout=left_layout)
+            left = Leaf(replace(rows_of, layout=left_layout))
         row_axes = 1 if batch else len(out.shape) - 1
         rows = math.prod(out.shape[-1 - row_axes : -1])
         is_gathered = isinstance(right, Leaf) and len(right.view.layout.shape) > len(batch) + 2
         whole = not is_gathered and not (isinstance(right, Leaf) and has_rows(right.view))
         bands = best_bands(profile, rows, columns, whole)
         first: Load | Panels
-        flat, constant = rows_of.layout.reshape((*batch, rows, depth)), isinstance(rows_of.base, np.ndarray)
-        if flat is not None and (other := packed_bands(profile, rows, bands, whole, constant)):
+        flat = moved(left, lambda layout: layout.reshape((*batch, rows, depth)))
+        made = not isinstance(left, Leaf) or isinstance(left.view.base, np.ndarray)
+        if flat is not None and (other := packed_bands(profile, rows, bands, whole, made)):
             bands = other
-            turned = Leaf(replace(rows_of, layout=flat.permute((*range(len(batch)), -1, -2))))
+            turned = ordered(flat, (*range(len(batch)), -1, -2))
             first = self.pack(turned, batch, rows, depth, bands[0].tile.rows, arguments, profile)
         else:
-            first = arguments.load(rows_of)
+            first = arguments.load(_multiplied(self.view(left, (*out.shape[:-1], depth)), profile))
         second: Panels | Lying | Gathered
         if whole:
             second = self.pack(right, batch, columns, depth, bands[0].tile.columns, arguments, profile)

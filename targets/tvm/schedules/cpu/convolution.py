@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from attnrewrite.errors import Refusal
+from attnrewrite.targets.tvm.schedules.cpu import strassen
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded
 from attnrewrite.targets.tvm.schedules.cpu.depthwise import Depthwise, DepthwiseTokens
 from attnrewrite.targets.tvm.schedules.cpu.operands import FEWEST_LANES, side_by_side
@@ -68,16 +69,11 @@ def _tokens(call: Call, traced: Traced, assembly: Assembly, seen: View, weight: 
         if flat is not None
         else _copied(assembly, View(seen.base, rows), (batch, height, width, depth))
     )
-    right = View(np.ascontiguousarray(weight.reshape(channels, depth).T), contiguous((depth, channels)))
-    assembly.product(
-        Leaf(left),
-        expanded(Leaf(right), (batch, height, depth, channels)),
-        depth,
-        traced.out.permute((0, 2, 3, 1)),
-        ordered(traced.epilogue, (0, 2, 3, 1)),
-        profile,
-        shape(call.var),
-    )
+    weights = np.ascontiguousarray(weight.reshape(channels, depth).T)
+    out, epilogue, written = traced.out.permute((0, 2, 3, 1)), ordered(traced.epilogue, (0, 2, 3, 1)), shape(call.var)
+    if strassen.multiply(assembly, left, weights, out, epilogue, profile, written) is not None:
+        right = expanded(Leaf(View(weights, contiguous(weights.shape))), (batch, height, depth, channels))
+        assembly.product(Leaf(left), right, depth, out, epilogue, profile, written)
     return assembly.kernel()
 
 

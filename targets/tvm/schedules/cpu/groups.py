@@ -5,7 +5,8 @@ A group is as many tiles of registers high and wide as a matrix has blocks along
 are not quarters of the matrices, but every second tile along their rows and columns, and halves of the depth.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from attnrewrite.targets.tvm.schedules.cpu.product import CACHE_LINE
 from attnrewrite.targets.tvm.schedules.cpu.quarters import Scheme, left_factors, places
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import RegisterTile, Start, across_rows
 from attnrewrite.targets.tvm.schedules.cpu.sharing import parts, shares
-from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, covering, pieces
+from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, covering, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, SIZES, Profile, Tile
 from attnrewrite.targets.tvm.schedules.rule import Argument
@@ -63,6 +64,26 @@ class Grouping:
         if not self.short:
             return self.high
         return vectors.name(tirx.Select(group < self.count - 1, self.high, self.short))
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The factors of a level in a buffer from `begin` on: of each so many `blocks`, `pitch` numbers apart."""
+
+    buffer: Any
+    begin: Position
+    pitch: int
+    blocks: int
+
+    def place(self, factor: Position, block: Position) -> Position:
+        return self.begin + (factor * self.blocks + block) * self.pitch
+
+    def put(self, factor: Position, block: Position, at: int, quarters: Sequence[Value]) -> None:
+        """Write a vector of one block of each of the seven factors that a factor of the level before has."""
+        a11, a12, a21, a22 = quarters
+        for number, value in enumerate(left_factors(a11, a12, a21, a22, vectors.name)):
+            place = self.place(factor * 7 + number, block) + at
+            vectors.store(self.buffer, place, value, vectors.lanes_of(value))
 
 
 @dataclass(frozen=True)
@@ -108,38 +129,37 @@ class LeftFactors:
         self, group: Position, rows: Row, first: Position, count: int, buffers: Sequence[Any], lanes: int
     ) -> None:
         """The factors of a group at `count` steps from the `first` on, level by level, each in the first cache."""
-        length = count * self.grouping.high
-        blocks = self._turned(rows, first, count, buffers, lanes)
-        for level in range(self.scheme.levels):
-            outer, inner = 7**level, 4 ** (self.scheme.levels - 1 - level)
-            if inner > 1:
-                made, begin, pitch = scratch(7 * outer * inner * length), 0, length
-            else:
-                out = contiguous(self.shape)
-                made, begin, pitch = buffers[-1], address(out, (group, 0, first, 0)), out.strides[1]
-            with steps(outer) as one, steps(inner) as other:
+        length, last, out = count * self.grouping.high, self.scheme.levels - 1, contiguous(self.shape)
+        sizes = [4 ** (last - level) for level in range(last)]
+        levels = [_Level(scratch(7 ** (at + 1) * size * length), 0, length, size) for at, size in enumerate(sizes)]
+        levels.append(_Level(buffers[-1], address(out, (group, 0, first, 0)), out.strides[1], 1))
+        inner = levels[0].blocks
+        for block in range(inner):
+            numbers = range(block, 4 * inner, inner)
+            for at, quarters in self._turned(rows, numbers, first, count, buffers, lanes):
+                levels[0].put(0, block, at, quarters)
+        for number, (before, after) in enumerate(itertools.pairwise(levels), start=1):
+            with steps(7**number) as factor, steps(after.blocks) as block:
                 for at, wide in pieces(length, 2 * lanes):
-                    read = [((one * 4 + quarter) * inner + other) * length + at for quarter in range(4)]
-                    a11, a12, a21, a22 = (vectors.name(vectors.load(blocks, place, wide)) for place in read)
-                    for number, factor in enumerate(left_factors(a11, a12, a21, a22, vectors.name)):
-                        place = begin + (((one * 7 + number) * inner + other) * pitch + at)
-                        vectors.store(made, place, factor, wide)
-            blocks = made
+                    places = [before.place(factor, block + i * after.blocks) + at for i in range(4)]
+                    quarters = [vectors.name(vectors.load(before.buffer, place, wide)) for place in places]
+                    after.put(factor, block, at, quarters)
 
-    def _turned(self, rows: Row, first: Position, count: int, buffers: Sequence[Any], lanes: int) -> Any:
-        """The blocks [quarters of quarters, steps, rows of a tile] at `count` steps."""
+    def _turned(
+        self, rows: Row, numbers: Sequence[int], first: Position, count: int, buffers: Sequence[Any], lanes: int
+    ) -> Iterator[tuple[int, list[Value]]]:
+        """Vectors of a tile's rows out of some blocks, quarters of quarters, at `count` steps: the place of each among
+        those of its block [steps, rows], and one of every block.
+        """
         side, high, part = self.scheme.side, self.grouping.high, self.shape[2]
-        into = scratch(side**2 * count * high)
-        for number, place in enumerate(places(side)):
-            i, j = divmod(place, side)
-            for begin, wide in pieces(high, lanes if count == lanes else 1):
-                for step in range(0, count, wide):
-                    column = first + (step + j * part)
-                    lines = range(begin, begin + wide)
-                    square = [evaluate(self.value, buffers, (rows(i, line), column), wide) for line in lines]
-                    for at, vector in enumerate(vectors.transposed(square)):
-                        vectors.store(into, (number * count + step + at) * high + begin, vector, wide)
-        return into
+        for begin, wide in pieces(high, lanes if count == lanes else 1):
+            for step in range(0, count, wide):
+                squares = []
+                for i, j in (divmod(places(side)[number], side) for number in numbers):
+                    at = [(rows(i, line), first + (step + j * part)) for line in range(begin, begin + wide)]
+                    squares.append(vectors.transposed([evaluate(self.value, buffers, each, wide) for each in at]))
+                for number, found in enumerate(zip(*squares, strict=True)):
+                    yield (step + number) * high + begin, list(found)
 
 
 @dataclass(frozen=True)
@@ -203,7 +223,9 @@ class _Writer:
         """Ask for a share of what the next panel reads. Beyond the last one lies what is read next, mostly."""
         size = self.scheme.products * self.part * self.wide
         share = -(-size // (IN_LINE * -(-self.grouping.count // self.parts))) * IN_LINE
-        begin = vectors.name((panel + 1) * size + tirx.min(step, -(-size // share) - 1) * share)
+        begin = vectors.name(
+            tirx.min(panel + 1, self.across - 1) * size + tirx.min(step, -(-size // share) - 1) * share
+        )
         if self.across > 1:
             with steps(share // IN_LINE) as line:
                 prefetch(self.buffers[self.kernel.right], begin + line * IN_LINE, SECOND_CACHE)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnrewrite.errors import Refusal
-from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded, scaled
+from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded, is_shared, scaled
 from attnrewrite.targets.tvm.schedules.cpu.matmul_int8 import is_of_integers
 from attnrewrite.targets.tvm.schedules.expression import Expression, factored
 from attnrewrite.targets.tvm.schedules.graph import is_float, shape
@@ -42,11 +42,16 @@ def factors(call: Call) -> Factors | Refusal:
         return Refusal("vector", "multiplies by a vector")
     *batch, rows, columns = shape(traced.anchor)
     depth = shape(node.args[0])[-1]
-    left, factor, scaling = scaled_view(call.graph, node.args[0])
     right = operand(call.graph, node.args[1])
     second, other = factored(right.expression)
+    left, factor, scaling = scaled_view(call.graph, node.args[0])
+    first: Expression = left
+    if not is_shared(expanded(second, (*batch, depth, columns)), len(batch)):
+        # Packed for this product alone, arithmetic is done on the way.
+        computed = operand(call.graph, node.args[0])
+        (first, factor), scaling = factored(computed.expression), computed.covers
     return Factors(
-        expanded(left, (*batch, rows, depth)),
+        expanded(first, (*batch, rows, depth)),
         expanded(second, (*batch, depth, columns)),
         depth,
         traced.out,

@@ -9,7 +9,7 @@ import numpy as np
 from tvm import tirx
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.function import address, each, evaluate, function, steps, when
+from attnrewrite.targets.tvm.schedules.cpu.function import address, by_pairs, each, evaluate, function, steps, when
 from attnrewrite.targets.tvm.schedules.cpu.operands import panel_shape
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression, loads, ordered
@@ -81,10 +81,13 @@ class _Writer:
 
     def straight(self) -> None:
         """Vectors of a row's neighbours."""
-        with steps(self.pack.depth) as row:
+
+        def line(row: Position) -> None:
             for begin, lanes in pieces(self.pack.width, self.profile.lanes):
                 vector = evaluate(self.pack.value, self.buffers, (*self.z, row, self.first + begin), lanes)
                 self.store(row, begin, vector, lanes)
+
+        by_pairs(self.pack.depth, line)
 
     def turned(self, filled: bool = False) -> None:
         """Vectors of a column's neighbours, as many as they have lanes, transposed; the last column again beyond it."""

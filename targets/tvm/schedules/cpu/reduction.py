@@ -38,6 +38,7 @@ from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguo
 STARTS = {"add": 0.0, "maximum": -math.inf, "minimum": math.inf}
 KINDS = {"relax.sum": "add", "relax.mean": "add", "relax.max": "maximum", "relax.min": "minimum"}
 POOLS = {"relax.nn.max_pool2d": "maximum", "relax.nn.avg_pool2d": "add"}
+SIDE_BY_SIDE = 8  # vectors of sums, so that a loop over what is reduced has much to do in a turn
 MOST_TAPS = 49  # elements of a pooling window that are written out one after the other
 
 
@@ -107,7 +108,7 @@ class Reduce:
                     vectors.store(sums, 0, combined, count)
                 self._put(buffers, (*z, *index), count, vectors.name(vectors.load(sums, 0, count)))
 
-            along((length,), lanes, visit)
+            along((length,), lanes, visit, SIDE_BY_SIDE)
 
     def _kept_last(self, layout: Layout) -> Layout:
         """The reduced axes before the last one that stays."""

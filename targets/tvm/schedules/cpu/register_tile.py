@@ -269,18 +269,18 @@ def packed_tile(profile: Profile, columns: int, *products: tuple[int, int]) -> T
 
 
 def packed_bands(
-    profile: Profile, rows: int, bands: Sequence[Band], whole: bool, constant: bool = False
+    profile: Profile, rows: int, bands: Sequence[Band], whole: bool, written: bool = False
 ) -> tuple[Band, ...]:
     """The columns of a product of rows as they lie, by `bands`, as they go where the rows are packed first; none where
-    that takes no fewer cycles. `constant`: they are packed already.
+    that takes no fewer cycles. `written`: they are constant, or computed, and as soon written in panels as otherwise.
     """
     *_, last = bands
     columns, found = last.first + last.columns, []
     if profile.packed and rows >= profile.packed[0].rows:
         found.append(best_bands(profile, rows, columns, whole, packed=True))
-    if constant and not whole:
+    if written and not whole:
         found += bands_beside(profile, rows, columns)
-    packing = 0 if constant else PACKING * rows
+    packing = 0 if written else PACKING * rows
     best = min(found, key=lambda each: cycles(profile, rows, each, packed=True), default=())
     return best if best and cycles(profile, rows, best, packed=True) + packing < cycles(profile, rows, bands) else ()
 

@@ -19,11 +19,11 @@ from attnrewrite.targets.tvm.schedules.cpu.packing import rounded
 from attnrewrite.targets.tvm.schedules.cpu.quarters import Scheme
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import PACKING, best_bands, cycles, step_cycles
 from attnrewrite.targets.tvm.schedules.cpu.winograd import WEIGHT
-from attnrewrite.targets.tvm.schedules.expression import Arguments, Leaf, joined
+from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, joined
 from attnrewrite.targets.tvm.schedules.graph import shape, strided
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile, Tile
 from attnrewrite.targets.tvm.schedules.rule import Call, Kernel, Rule
-from attnrewrite.targets.tvm.schedules.view import View
+from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View
 
 MOST_LEVELS = 2
 MOST_BYTES = 4 * 2**20  # of a product's weights in the library: large models would grow by more than they gain
@@ -36,15 +36,27 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
     found = factors(call)
     if isinstance(found, Refusal) or (weights := _weights(found)) is None:
         return Refusal("other-operator", "is no product with weights")
-    if profile.stored != FLOAT32 or found.of_integers:
-        return Refusal("precision", "is a product of float16 or integers, whose sums of blocks hold too few digits")
+    if found.of_integers:
+        return Refusal("precision", "is a product of integers, whose sums of blocks hold too few digits")
+    assert isinstance(found.left, Leaf)
+    assembly = Assembly(found.covers)
+    refused = multiply(assembly, found.left.view, weights, found.out, found.epilogue, profile, shape(call.var))
+    return assembly.kernel() if refused is None else refused
+
+
+def multiply(
+    assembly: Assembly, left: View, weights: np.ndarray, out: Layout, epilogue: Expression, profile: Profile,
+    written: Shape,
+) -> Refusal | None:  # fmt: skip
+    """Add out = epilogue(left weights), `left` over [rows..., depth], `weights` [depth, columns]; or say why not."""
+    if profile.stored != FLOAT32:
+        return Refusal("precision", "is a product of float16, whose sums of blocks hold too few digits")
     if not profile.by_lane:
         # On a Xeon with AVX-512 in turns with direct products of 1,025 rows and more: 1.09 to 1.43 of the time.
         return Refusal("processor", "gains nothing by Strassen's algorithm where multipliers are read from memory")
-    assert isinstance(found.left, Leaf)
     arguments = Arguments()
-    epilogue = arguments.loading(found.epilogue)
-    (layout, out), epilogue = joined([found.left.view.layout, found.out], epilogue, len(found.out.shape) - 1)
+    after = arguments.loading(epilogue)
+    (layout, out), after = joined([left.layout, out], after, len(out.shape) - 1)
     (depth, columns), rows = weights.shape, math.prod(out.shape[:-1])
     flat = layout.reshape((rows, depth))
     if flat is None or flat.strides[-1] != 1:
@@ -54,14 +66,13 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
         told = "has too few rows, columns or steps to gain by Strassen's algorithm, or too large weights"
         return Refusal("size", told)
     grouping, read = Grouping(rows, tile.rows, scheme.side), Arguments()
-    left = LeftFactors(scheme, grouping, depth, read.loading(Leaf(replace(found.left.view, layout=flat))))
-    assembly = Assembly(found.covers)
-    made = arguments.number(assembly.add(left, read.bases, left.shape))
+    turned = LeftFactors(scheme, grouping, depth, read.loading(Leaf(replace(left, layout=flat))))
+    made = arguments.number(assembly.add(turned, read.bases, turned.shape))
     right = arguments.number(_panels(scheme, weights, tile.columns))
     table = arguments.number(_table(scheme, tile.rows * tile.columns))
-    kernel = Strassen(scheme, grouping, depth, made, right, table, out, epilogue, tile)
-    assembly.add(kernel, arguments.bases, shape(call.var))
-    return assembly.kernel()
+    kernel = Strassen(scheme, grouping, depth, made, right, table, out, after, tile)
+    assembly.add(kernel, arguments.bases, written)
+    return None
 
 
 def _weights(found: Factors) -> np.ndarray | None:

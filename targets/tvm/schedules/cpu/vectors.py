@@ -37,7 +37,7 @@ ERF_FAR = (
     *(-0.022798558697104454, 0.003186976769939065, -0.00021064704924356192),
 )  # erf(x) = 1 - exp(-x p(x)) from 1 to 3.95
 ERF_ONE = 3.95  # from here on, erf is 1 in float32
-GELU_ZERO = 5.4  # below its negative, gelu(x) is 0; above it, x
+GELU_END = 5.36  # below its negative, gelu(x) is 0; above it, x: there, what is computed rounds to these
 GELU_OVER = (0.39894223, 0.033156976, 0.0045325435, 0.00015526562, 5.1320826e-06)
 GELU_UNDER = (1.0, 0.24977797, 0.027992792, 0.0017848857, 6.53083e-05, 7.395473e-07, -1.8326288e-09)
 # gelu(x) = x (1/2 + x over(x^2) / under(x^2)) between
@@ -207,12 +207,12 @@ def sigmoid(x: Value) -> Value:
 def gelu(x: Value) -> Value:
     """x times the normal distribution's integral up to x."""
     lanes = lanes_of(x)
-    inner = name(minimum(splat(GELU_ZERO, lanes), x))
+    inner = name(bounded(x, GELU_END))
     square = name(inner * inner)
     # Vectors of four are NEON's, where multiply-adds overwrite what is added to.
     series = _by_pairs if lanes == 4 else polynomial
     share = inner * series(square, GELU_OVER) / series(square, GELU_UNDER) + splat(0.5, lanes)
-    return name(select(x < splat(-GELU_ZERO, lanes), splat(0.0, lanes), x * share))
+    return name(x * share)
 
 
 def maximum(one: Value, other: Value) -> Value:
@@ -222,6 +222,13 @@ def maximum(one: Value, other: Value) -> Value:
 def larger(one: Value, other: Value) -> Value:
     """The larger of two numbers; of one and none the one."""
     return T.call_llvm_pure_intrin(str(one.ty.dtype), "llvm.maxnum", one, other)
+
+
+def bounded(x: Value, end: float) -> Value:
+    """The nearest number from -end to end; of none one of them, which processors find in a single step."""
+    dtype, lanes = str(x.ty.dtype), lanes_of(x)
+    least = T.call_llvm_pure_intrin(dtype, "llvm.maxnum", x, splat(-end, lanes))
+    return T.call_llvm_pure_intrin(dtype, "llvm.minnum", least, splat(end, lanes))
 
 
 def minimum(one: Value, other: Value) -> Value:
