@@ -22,6 +22,10 @@ class Layout:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def distinct(self) -> int:
+        """How many elements of the buffer are read, where those of a broadcast count once."""
+        return math.prod(size for size, stride in zip(self.shape, self.strides, strict=True) if stride)
+
     def permute(self, axes: Sequence[int]) -> "Layout":
         """The layout with its axes in another order; `axes` may be negative, as in torch."""
         axes = [axis % len(self.shape) for axis in axes]

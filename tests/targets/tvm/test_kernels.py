@@ -74,17 +74,21 @@ def test_product_of_two_tensors(batch: int, heads: int, rows: int, depth: int, c
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("rows", "computed"), [(40, "by row"), (40, "by column"), (3, "by column")])
-def test_arithmetic_before_a_product_of_two_tensors(processor: Profile, rows: int, computed: str) -> None:
+def test_arithmetic_before_a_product_of_two_tensors(processor: Profile, rows: int, computed: str, turned: bool) -> None:
     x, size, y = values((2, rows, 24), (2, rows, 1) if computed == "by row" else (2, 1, 24), (2, 24, 21))
     size = np.abs(size) + 1
+    first, second, third = wide(x, size, y)
+    if turned:
+        x, size = (np.ascontiguousarray(each.swapaxes(1, 2)) for each in (x, size))
 
     def body(x: relax.Var, size: relax.Var, y: relax.Var) -> relax.Expr:
-        return relax.op.matmul(relax.op.divide(x, size), y)
+        left = relax.op.divide(x, size)
+        return relax.op.matmul(relax.op.permute_dims(left, (0, 2, 1)) if turned else left, y)
 
     rules, run = scheduled([x, size, y], body, [], processor)
     assert rules == ["matmul"]
-    first, second, third = wide(x, size, y)
     close(run(), first / second @ third)
 
 

@@ -54,8 +54,17 @@ class Assembly:
         return Kernel(tuple(self.steps), tuple(dict.fromkeys(self.covers)))
 
     def view(self, value: Expression, space: Shape) -> View:
-        """What is read more than once: a view as it is, arithmetic computed first."""
-        return value.view if isinstance(value, Leaf) else self.copy(value, space)
+        """What is read more than once: a view as it is, arithmetic computed first. Of its last two axes that one is the
+        faster which is so in its largest operand.
+        """
+        if isinstance(value, Leaf):
+            return value.view
+        largest = max((leaf.view.layout for leaf in leaves(value)), key=Layout.distinct, default=contiguous(space))
+        if largest.strides[-1] <= largest.strides[-2]:
+            return self.copy(value, space)
+        swapped = (*range(len(space) - 2), -1, -2)
+        made = self.copy(ordered(value, swapped), tuple(space[axis] for axis in swapped))
+        return replace(made, layout=made.layout.permute(swapped))
 
     def copy(self, value: Expression, space: Shape) -> View:
         """A value computed by a step of its own, its elements one after the other."""
