@@ -113,7 +113,9 @@ class RemoveDropout(Pass[GraphModule]):
 
 @dataclass(frozen=True)
 class RemoveAssertions(Pass[GraphModule]):
-    """Without the metadata assertions that export leaves between the operations: they compute nothing."""
+    """Without the metadata assertions that export leaves between the operations, which compute nothing, and without
+    what nothing reads: an attention, too, which torch counts as impure for its dropout.
+    """
 
     in_place: ClassVar[bool] = True
 
@@ -122,7 +124,8 @@ class RemoveAssertions(Pass[GraphModule]):
         for node in list(graph.graph.nodes):
             if node.op == "call_function" and operator_name(node).startswith("_assert") and not node.users:
                 graph.graph.erase_node(node)
-        graph.graph.eliminate_dead_code()
+        attention = aten.scaled_dot_product_attention.default
+        graph.graph.eliminate_dead_code(lambda node: node.is_impure() and node.target is not attention)
         left = {node.name for node in graph.graph.nodes}
         gone = tuple(Edit(name) for name in before if name not in left)
         if gone:

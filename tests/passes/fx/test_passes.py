@@ -263,6 +263,16 @@ def test_assertions_and_what_only_they_read_go(program: ExportedProgram) -> None
     assert not RemoveAssertions().apply(module).modified
 
 
+def test_an_attention_that_nothing_reads_goes() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    read, _ = (graph.call_function(torch.ops.aten.scaled_dot_product_attention.default, (x, x, x)) for _ in range(2))
+    graph.output(read)
+    module = RemoveAssertions()(torch.fx.GraphModule(nn.Module(), graph))
+    assert names(module) == ["aten.scaled_dot_product_attention.default"]
+    assert torch.equal(module(X), F.scaled_dot_product_attention(X, X, X))
+
+
 def test_clean_up_drops_operations_weights_and_modules_that_nothing_reads(program: ExportedProgram) -> None:
     module = functional_graph(program)
     assert CleanUp().apply(module).edits == (Edit("unused"),)
