@@ -220,7 +220,7 @@ class _Writer:
                 self.finish(tiles, group, share.panel)
 
     def fetch(self, panel: Position, step: Position) -> None:
-        """Ask for a share of what the next panel reads. Beyond the last one lies what is read next, mostly."""
+        """Ask for a share of what the next panel reads; beside the last panel, of what that one reads."""
         size = self.scheme.products * self.part * self.wide
         share = -(-size // (IN_LINE * -(-self.grouping.count // self.parts))) * IN_LINE
         begin = vectors.name(

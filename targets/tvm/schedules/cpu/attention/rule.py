@@ -147,21 +147,19 @@ def _along(of: _Operands, assembly: Assembly, profile: Profile) -> None:
 
 def _one_query(of: _Operands, assembly: Assembly, profile: Profile) -> None:
     """Sums over the channels of each key and over the keys: no key is read twice, so that none is worth packing."""
-    arguments, space = Arguments(), (*of.batch, 1, of.keys)
+    arguments, rows = Arguments(), contiguous((*of.batch, 1, of.keys))
     key = _with_axis(ordered(of.key, (*range(len(of.batch)), -1, -2)), -3, 1)
     products = arguments.loading(Apply("multiply", (_with_axis(of.query, -2, of.keys), key)))
-    epilogue = arguments.loading(scaled(of.scores, of.factor))
-    summed = Reduce(1, "add", products, (*space, of.depth), contiguous(space), epilogue, name="scores")
-    scores = assembly.add(summed, arguments.bases, space, FLOAT32)
+    after = arguments.loading(scaled(of.scores, of.factor))
+    summed = Reduce(1, "add", products, (*rows.shape, of.depth), rows, after, name="scores")
+    scores = assembly.add(summed, arguments.bases, rows.shape, FLOAT32)
 
-    softmax = Softmax(Load(0, contiguous(space)), contiguous(space), Result())
-    powers = assembly.add(softmax, [scores], space, FLOAT32)
+    powers = assembly.add(Softmax(Load(0, rows), rows, Result()), [scores], rows.shape, FLOAT32)
 
-    arguments, space = Arguments(), (*of.batch, 1, of.channels)
-    shares = _with_axis(Leaf(View(powers, contiguous((*of.batch, 1, of.keys)))), -2, of.channels)
+    arguments, space = Arguments(), (*of.batch, 1, of.channels, of.keys)
     value = _with_axis(ordered(of.value, (*range(len(of.batch)), -1, -2)), -3, 1)
-    weighed = arguments.loading(Apply("multiply", (shares, value)))
-    mixed = Reduce(1, "add", weighed, (*space, of.keys), of.out, arguments.loading(of.epilogue), name="values")
+    weighed = arguments.loading(Apply("multiply", (_with_axis(Leaf(View(powers, rows)), -2, of.channels), value)))
+    mixed = Reduce(1, "add", weighed, space, of.out, arguments.loading(of.epilogue), name="values")
     assembly.add(mixed, arguments.bases, of.written)
 
 
