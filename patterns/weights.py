@@ -88,7 +88,7 @@ _BUCKETS = 1024
 def _sketch(weight: np.ndarray, combinations: int = 6) -> list[float]:
     """The norm, and combinations of the elements with random signs over the norm; folded into buckets first."""
     flat = weight.astype(np.float64).reshape(-1)
-    norm = float(np.linalg.norm(flat))
+    norm = float(np.sqrt(np.square(flat).sum()))  # by no BLAS, whose threads take longer to meet on a busy machine
     folded = np.pad(flat * _random_signs(flat.size), (0, -flat.size % _BUCKETS)).reshape(-1, _BUCKETS).sum(axis=0)
     signs = _random_signs(combinations * _BUCKETS, start=1 << 40).reshape(combinations, _BUCKETS)
     return [norm, *((signs @ folded) / max(norm, 1e-30)).tolist()]
