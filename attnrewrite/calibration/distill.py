@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from attnrewrite.calibration.fit import fit_points
+from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.stage import StageInput
 from attnrewrite.calibration.train import Schedule, train
 from attnrewrite.images.pool import first_tensor

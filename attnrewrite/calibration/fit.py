@@ -4,83 +4,28 @@ The network is not differentiated but for what tokens count; maps inside a form,
 searched for each by itself (`maps.py`).
 """
 
-import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration import maps
-from attnrewrite.calibration.branches import Branch, branches
-from attnrewrite.calibration.cuts import Cuts
-from attnrewrite.calibration.importance import DRAWS, Blocks, Importance, importance
+from attnrewrite.calibration.branches import Branch
+from attnrewrite.calibration.importance import Importance
+from attnrewrite.calibration.points import Point, Undo, fit_points
 from attnrewrite.calibration.processes import Processes
-from attnrewrite.calibration.room import room, sized
 from attnrewrite.calibration.segments import Segments, rewritten_site, site_heads
 from attnrewrite.calibration.stage import StageInput, distance
-from attnrewrite.calibration.store import InMemory, OnDisk, Store, require_disk
+from attnrewrite.calibration.workplace import Workplace
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.images.augment import repeated
-from attnrewrite.images.pool import Pool
 from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.variants.base import Heads
 from attnrewrite.variants.parts.ridge import LeastSquares
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
-CHOOSING_SHARE = 5  # one image in five chooses among ridges, and is fitted to with the one that it chose,
-LEAST_CHOOSING = 16  # where there are so many
-
-Undo = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Point:
-    """A node of the student that is fitted: a site's form, the map that ends a residual branch, or both at once."""
-
-    node: Node
-    site: SiteModule | None
-    branch: Branch | None
-
-    @property
-    def site_id(self) -> str | None:
-        return None if self.site is None else self.site.site_id
-
-    @property
-    def name(self) -> str:
-        return self.site_id or self.node.name
-
-    @property
-    def stream(self) -> Node:
-        return self.branch.stream if self.branch is not None else self.node
-
-    @property
-    def alone(self) -> bool:
-        """Whether no addition takes what is fitted here into a stream."""
-        return self.stream is self.node
-
-    @property
-    def searches(self) -> bool:
-        """Whether the form here has maps to be searched."""
-        return self.site is not None and bool(self.site.form.searched())
-
-    def undo(self) -> Undo:
-        """What puts the point back to where it stands now."""
-        form = None if self.site is None else copy.deepcopy(self.site.form)
-        change = None if self.branch is None else self.branch.saved()
-
-        def restore() -> None:
-            if self.site is not None and form is not None:
-                self.site.form = form
-            if change is not None:
-                change()
-
-        return restore
 
 
 @dataclass(frozen=True)
@@ -92,7 +37,7 @@ class Fit:
     on it.
 
     The ridge is relative to each column's energy (`ridge`, where there are too few images to choose); else one image in
-    CHOOSING_SHARE chooses it, or no change at all. Statistics are float64; memory is one batch and them, and the result
+    five chooses it, or no change at all. Statistics are float64; memory is one batch and them, and the result
     the same, to rounding, whatever the batches are.
     Where all points together end worse on the held-out images than nothing would have, the last ones are taken back
     until they do not.
@@ -170,88 +115,6 @@ class Fit:
             return torch.zeros_like(chosen.moment)
         fit.add_statistics(chosen.gram, chosen.moment)
         return fit.solve(best)
-
-
-@dataclass(frozen=True)
-class Workplace:
-    """The images of a fit in batches that memory has room for, and where their activations wait: in memory where they
-    take at most half of it, else in temporary files.
-    """
-
-    given: StageInput
-    images: Pool
-    on_disk: bool
-    draws: int = DRAWS
-
-    @classmethod
-    def of(
-        cls,
-        what: str,
-        given: StageInput,
-        points: Sequence["Point"],
-        streams: int = 2,
-        pieces: Collection[str] | None = None,
-        draws: int = DRAWS,
-        times: int = 1,
-    ) -> "Workplace":
-        """For `what` fits `points` with so many `streams` of every image's activations, and differentiates the network
-        in `pieces` that end at the nodes of these names (at every branch's), in `draws` directions for each image.
-        Each image comes so many `times`, moved but for the first.
-
-        Raises:
-            InputError: memory has no room for one image, or the disk none for all of them.
-        """
-        count = len(given.images.images)
-        chosen = count // CHOOSING_SHARE
-        fitted = count - chosen
-        if given.images.filled:  # whole batches: what fills one up would be fitted to and chosen by
-            fitted -= fitted % given.images.batch_size
-        pool = replace(given.images, parts=(fitted,) if chosen >= LEAST_CHOOSING and fitted else ())
-        if times > 1:
-            order = np.concatenate([np.tile(part, times) for part in np.split(np.arange(count), pool.parts)])
-            parts = tuple(part * times for part in pool.parts)
-            pool, count = replace(pool, images=repeated(pool.images, order), parts=parts), len(order)
-        ends = [point.branch for point in points if point.branch is not None]
-        blocks = Blocks(given.teacher, pieces or [branch.node.name for branch in branches(given.teacher)], draws)
-        cuts = Cuts(given.student)
-        widest = max((cuts.live_bytes(at) for at in cuts.between(point.node for point in points)), default=0)
-        waiting = streams * count * widest // given.processes.size
-        device = given.processes.device
-        on_disk = waiting > room(given.execution, device) // 2
-        if on_disk:
-            require_disk(what, streams * count * widest)
-        solving = max((branch.solver_bytes for branch in ends), default=0)
-        widths = [point.branch.weight.shape[1] for point in points if point.branch is not None and point.searches]
-        searching = [maps.held_bytes(width, count * widest // (4 * width * maps.IMAGES)) for width in widths]
-        held = max(solving, *searching, 0) + (0 if on_disk else waiting)
-        images = sized(pool, what, lambda *inputs: blocks.gradients(inputs, 0), given.execution, device, held)
-        size = given.processes.from_owner(images.batch_size, 0)  # all processes have the same batches
-        return cls(given, replace(images, batch_size=size), on_disk, draws)
-
-    def store(self) -> Store:
-        return OnDisk() if self.on_disk else InMemory()
-
-    @contextmanager
-    def opened(self) -> Iterator[tuple[Segments, Segments, Importance]]:
-        """Teacher and student at their beginnings, and what each token counts."""
-        given, processes = self.given, self.given.processes
-        with (
-            closing(self.store()) as energy,
-            Segments(given.teacher, self.images, processes, self.store()) as teacher,
-            Segments(given.student, self.images, processes, self.store()) as student,
-        ):
-            known = given.weights
-            if known is None:
-                yield teacher, student, importance(given.teacher, self.images, processes, energy, self.draws)
-            else:
-                yield teacher, student, known(self.images)
-
-
-def fit_points(student: GraphModule) -> list[Point]:
-    """Every point to fit, in the order of the graph."""
-    ends = {branch.node: branch for branch in branches(student)}
-    sites = {node: rewritten_site(student, node) for node in student.graph.nodes}
-    return [Point(node, site, ends.get(node)) for node, site in sites.items() if site is not None or node in ends]
 
 
 def _left_out(points: list[Point]) -> Iterator[str]:

@@ -4,13 +4,14 @@ A classifier reads one token, or what a few tokens say of one part of the pictur
 spends itself on the others. Where the output moves by J r for a change r of a value, E |u J|^2 over random directions u
 of the output is the diagonal of J^T J (Hutchinson 1990): the first-order cost of an error there, by its energy.
 
-The network is gone through block by block (Chen et al. 2016, Training deep nets with sublinear memory cost): forwards
-for what stands between the blocks, backwards with one block's activations at a time.
+The network is gone through piece by piece (Chen et al. 2016, Training deep nets with sublinear memory cost): forwards
+for what stands between the pieces, backwards with one piece's activations at a time, which are computed again for it.
 """
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,15 +49,20 @@ class Importance:
 
 
 def importance(
-    teacher: GraphModule, images: Pool, processes: Processes, store: Store | None = None, draws: int = DRAWS
+    teacher: GraphModule,
+    images: Pool,
+    processes: Processes,
+    store: Store | None = None,
+    draws: int = DRAWS,
+    pieces: int | None = None,
 ) -> Importance:
-    """The weights of every row of every branch of `teacher`, the same whatever the batches are.
+    """The weights of every row of every branch of `teacher`, the same whatever the batches and the `pieces` are.
 
-    One backward pass through the teacher for each of `draws` directions; nothing is trained. Memory: one block's
-    activations for a batch, what stands between the blocks, and a number for each token, which `store` keeps.
+    One backward pass through the teacher for each of `draws` directions; nothing is trained. Memory: one piece's
+    activations for a batch, what stands between the pieces, and a number for each token, which `store` keeps.
     """
     found = {branch.node.name: branch for branch in branches(teacher)}
-    blocks = Blocks(teacher, found, draws)
+    blocks = Blocks(teacher, found, draws, pieces)
     energy = InMemory() if store is None else store
     sums = dict.fromkeys(found, (0.0, 0.0))
     for index in range(processes.rank, len(images), processes.size):
@@ -80,13 +86,19 @@ def _means(sums: Mapping[str, tuple[float, float]], processes: Processes) -> dic
 
 
 class Blocks:
-    """`module` in pieces, which end where least is live before each of the values called `names`."""
+    """`module` in pieces, which end where least is live before each of the values called `names`: in so many `pieces`
+    of about as many of them, where that is given.
+    """
 
-    def __init__(self, module: GraphModule, names: Collection[str], draws: int = DRAWS) -> None:
+    def __init__(
+        self, module: GraphModule, names: Collection[str], draws: int = DRAWS, pieces: int | None = None
+    ) -> None:
         self.module, self.names, self.draws = module, frozenset(names), draws
         self.cuts = Cuts(module)
         self.nodes = self.cuts.nodes[:-1]  # without the output
         inside = self.cuts.between(node for node in self.nodes if node.name in self.names)
+        if pieces is not None:
+            inside = sorted({inside[len(inside) * number // pieces] for number in range(1, pieces) if inside})
         self.pieces = tuple(zip((0, *inside), (*inside, len(self.nodes)), strict=True))
 
     def gradients(self, batch: Sequence[Tensor], first: int) -> list[Gradients]:
@@ -157,8 +169,10 @@ class Blocks:
         }
 
 
-def _weight(module: GraphModule, node: Node) -> Tensor:
-    return operator.attrgetter(str(node.target))(module)
+def _weight(module: GraphModule, node: Node) -> Any:
+    """What a get_attr node reads, which is not trained: no activation is kept for its gradient."""
+    weight = operator.attrgetter(str(node.target))(module)
+    return weight.detach() if isinstance(weight, Tensor) else weight
 
 
 def _gradients(ends: Sequence[Tensor], by: Sequence[Tensor], given: Sequence[Tensor], again: bool) -> list[Tensor]:

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from attnrewrite.calibration.branches import Branch, branches
-from attnrewrite.calibration.fit import Fit, Point, Workplace, fit_points
+from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.importance import FINE_DRAWS, Importance
+from attnrewrite.calibration.points import Point, fit_points
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.train import Schedule, check_losses, checkpoint, descend, snapshot, training_key
+from attnrewrite.calibration.workplace import Workplace
 from attnrewrite.passes.verify import rewritten_sites
 
 SEEN = 5  # times that blocks see an image: where there are too few, each comes moved as well, or they learn it by heart
@@ -55,7 +57,7 @@ class Reconstruction:
         ends = [branch.node.name for window in windows for branch in list(window.ends.values())[-1:]]
         seen = self.steps * given.images.batch_size / len(given.images.images)
         times = max(1, round(seen / SEEN))
-        work = Workplace.of(self.name, given, points, pieces=ends, draws=FINE_DRAWS, times=times)
+        work = Workplace.of(self.name, given, points, ends=ends, draws=FINE_DRAWS, times=times)
         key = training_key(given, self)
         found = checkpoint(given, self.name, key) or {"windows": 0, "student": tensors}
         student.load_state_dict(found["student"])

@@ -49,17 +49,34 @@ def sized(
     """
     if pool.filled:
         return pool
-    first = [tensor.to(device) for tensor in pool.draw(torch.zeros(1, dtype=torch.int64))]
-    for_one = peak_memory_of(lambda: call(*first), device)
-    left = room(execution, device) - reserved
-    images = int(left / (SPARE * max(1, for_one)))
+    for_one, left = _for_one_image(pool, call, execution, device, reserved)
+    images = int(left / for_one)
     if images < 1:
-        lacking = format_bytes(SPARE * for_one - left)
         raise InputError(
             f"{what}: one image takes {format_bytes(for_one)} of memory and {format_bytes(reserved)} beside it, "
-            f"{lacking} more than there is within the budget: give a larger --memory, or a smaller --input-size"
+            f"{format_bytes(for_one - left)} more than there is within the budget: give a larger --memory, or a "
+            "smaller --input-size"
         )
     return replace(pool, batch_size=min(pool.batch_size, 1 << (images.bit_length() - 1)))
+
+
+def has_room_for(
+    images: int, pool: Pool, call: Callable[..., Any], execution: Execution, device: str = "cpu", reserved: int = 0
+) -> bool:
+    """Whether `call` has room for so many images of `pool` at once (for a batch, where that has fewer): measured as in
+    `sized`.
+    """
+    for_one, left = _for_one_image(pool, call, execution, device, reserved)
+    return min(images, pool.batch_size) * for_one <= left
+
+
+def _for_one_image(
+    pool: Pool, call: Callable[..., Any], execution: Execution, device: str, reserved: int
+) -> tuple[float, int]:
+    """The bytes that `call` takes for the first image alone, and those that there are for it beside `reserved`."""
+    first = [tensor.to(device) for tensor in pool.draw(torch.zeros(1, dtype=torch.int64))]
+    taken = SPARE * max(1, peak_memory_of(lambda: call(*first), device))
+    return taken, room(execution, device) - reserved
 
 
 def peak_memory_of(call: Callable[[], Any], device: str = "cpu") -> int:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnrewrite.calibration.fit import Fit, Point, Workplace, check_finite, fit_points, teacher_heads
+from attnrewrite.calibration.fit import Fit, check_finite, teacher_heads
 from attnrewrite.calibration.importance import FINE_DRAWS, Importance
+from attnrewrite.calibration.points import Point, fit_points
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput, divergence
+from attnrewrite.calibration.workplace import Workplace
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.pool import first_tensor
 from attnrewrite.site import AttentionSite

@@ -15,7 +15,7 @@ from fits import calibration
 from torch import Tensor
 
 from attnrewrite.calibration.distill import Distillation, with_values
-from attnrewrite.calibration.fit import fit_points
+from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.reconstruct import Reconstruction
 from attnrewrite.calibration.resume import State, resume_key
 from attnrewrite.calibration.stage import StageInput, distance
@@ -81,7 +81,7 @@ def test_the_result_is_the_same_whatever_memory_has_room_for(
         def fewer(pool: Pool, *_: object, size: int = size) -> Pool:
             return replace(pool, batch_size=size)
 
-        monkeypatch.setattr("attnrewrite.calibration.fit.sized", fewer)
+        monkeypatch.setattr("attnrewrite.calibration.workplace.sized", fewer)
         monkeypatch.setattr("attnrewrite.calibration.train.sized", fewer)
         given = calibration("windows", get_variant("hedgehog"))  # no weight of which is without effect
         stage.run(given)

@@ -10,7 +10,8 @@ from fits import KINDS, WIDTH, Attention, calibration, pictures
 from torch import Tensor, nn
 
 from attnrewrite.calibration.branches import branches
-from attnrewrite.calibration.fit import Fit, _back_off, fit_points
+from attnrewrite.calibration.fit import Fit, _back_off
+from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.stages import Copy, calibrate, run, split
 from attnrewrite.errors import CheckFailedError

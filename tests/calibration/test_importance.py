@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.fit import Fit
-from attnrewrite.calibration.importance import EVEN, importance
+from attnrewrite.calibration.importance import EVEN, Blocks, importance
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.stage import distance
 from attnrewrite.variants.registry import get_variant
@@ -60,6 +60,18 @@ def test_weights_have_one_mean_over_all_images_and_are_theirs_whatever_the_batch
         rows = first.of(name, 0)
         assert float(rows.mean()) == pytest.approx(1 + EVEN)
         torch.testing.assert_close(torch.cat([second.of(name, i) for i in range(len(small))]), rows)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5, 100])
+def test_weights_are_the_same_in_however_few_pieces_the_network_is_gone_through(pieces: int) -> None:
+    given = calibration("windows", get_variant("l1"))
+    names = [branch.node.name for branch in branches(given.teacher)]
+    most, few = (importance(given.teacher, given.images, given.processes, pieces=each) for each in (None, pieces))
+    assert len(Blocks(given.teacher, names, pieces=pieces).pieces) == min(
+        pieces, len(Blocks(given.teacher, names).pieces)
+    )
+    for name in names:
+        torch.testing.assert_close(few.of(name, 0), most.of(name, 0))
 
 
 def test_a_draw_belongs_to_its_batch_whoever_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:

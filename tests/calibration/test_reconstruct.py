@@ -10,11 +10,12 @@ from fits import KINDS, Attention, Mlp, calibration, pictures
 from torch import Tensor, nn
 
 from attnrewrite.calibration.branches import branches
-from attnrewrite.calibration.fit import Fit, Workplace
+from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.reconstruct import Reconstruction
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput, distance
+from attnrewrite.calibration.workplace import Workplace
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.request import Execution
 from attnrewrite.variants.registry import get_variant

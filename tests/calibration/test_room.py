@@ -9,11 +9,13 @@ from fits import calibration
 
 from attnrewrite.calibration import room, store
 from attnrewrite.calibration.branches import branches
-from attnrewrite.calibration.fit import Fit, Workplace, fit_points
+from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.importance import Blocks
+from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.room import peak_memory_of, sized
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.stages import run
+from attnrewrite.calibration.workplace import Workplace
 from attnrewrite.errors import InputError
 from attnrewrite.request import Execution
 from attnrewrite.variants.registry import get_variant
@@ -45,7 +47,7 @@ def test_the_peak_counts_what_a_backward_pass_keeps() -> None:
 def within(monkeypatch: pytest.MonkeyPatch, left: int, streams: int | None = None) -> None:
     """A machine with so much memory left, and so much of it for the images' streams, whatever this one has."""
     monkeypatch.setattr(room, "room", lambda execution, device="cpu": left)
-    monkeypatch.setattr("attnrewrite.calibration.fit.room", lambda execution, device="cpu": streams or left)
+    monkeypatch.setattr("attnrewrite.calibration.workplace.room", lambda execution, device="cpu": streams or left)
 
 
 def for_one_image(given: StageInput) -> int:
@@ -99,6 +101,19 @@ def test_the_result_is_the_same_whatever_the_budget(variant: str, monkeypatch: p
     assert other == pytest.approx(error, rel=1e-4)
     for name, tensor in tensors.items():
         torch.testing.assert_close(others[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_the_network_goes_forwards_once_where_there_is_room_and_by_blocks_where_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = calibration("pre-norm", get_variant("l1"))
+    found = []
+    for left in (1 << 40, 3 * for_one_image(given)):
+        within(monkeypatch, left)
+        found.append(Workplace.of("fit", given, fit_points(given.student)).pieces)
+    within(monkeypatch, 1 << 40)
+    trained = Workplace.of("fit", given, fit_points(given.student), ends=[next(branches(given.teacher)).node.name])
+    assert (*found, trained.pieces) == (1, None, None)
 
 
 def test_what_goes_to_disk_is_announced_and_there_must_be_room(

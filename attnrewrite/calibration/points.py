@@ -1,0 +1,64 @@
+"""The places of a student that are fitted, in the order of its graph."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from attnrewrite.calibration.branches import Branch, branches
+from attnrewrite.calibration.segments import rewritten_site
+from attnrewrite.passes.site_module import SiteModule
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A node of the student that is fitted: a site's form, the map that ends a residual branch, or both at once."""
+
+    node: Node
+    site: SiteModule | None
+    branch: Branch | None
+
+    @property
+    def site_id(self) -> str | None:
+        return None if self.site is None else self.site.site_id
+
+    @property
+    def name(self) -> str:
+        return self.site_id or self.node.name
+
+    @property
+    def stream(self) -> Node:
+        return self.branch.stream if self.branch is not None else self.node
+
+    @property
+    def alone(self) -> bool:
+        """Whether no addition takes what is fitted here into a stream."""
+        return self.stream is self.node
+
+    @property
+    def searches(self) -> bool:
+        """Whether the form here has maps to be searched."""
+        return self.site is not None and bool(self.site.form.searched())
+
+    def undo(self) -> Undo:
+        """What puts the point back to where it stands now."""
+        form = None if self.site is None else copy.deepcopy(self.site.form)
+        change = None if self.branch is None else self.branch.saved()
+
+        def restore() -> None:
+            if self.site is not None and form is not None:
+                self.site.form = form
+            if change is not None:
+                change()
+
+        return restore
+
+
+def fit_points(student: GraphModule) -> list[Point]:
+    """Every point to fit, in the order of the graph."""
+    ends = {branch.node: branch for branch in branches(student)}
+    sites = {node: rewritten_site(student, node) for node in student.graph.nodes}
+    return [Point(node, site, ends.get(node)) for node, site in sites.items() if site is not None or node in ends]

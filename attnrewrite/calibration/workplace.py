@@ -1,0 +1,124 @@
+"""Where a fit is at work: images in batches that memory has room for, and where their activations wait."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch.fx import GraphModule
+
+from attnrewrite.calibration import maps
+from attnrewrite.calibration.branches import branches
+from attnrewrite.calibration.cuts import Cuts
+from attnrewrite.calibration.importance import DRAWS, Blocks, Importance, importance
+from attnrewrite.calibration.points import Point
+from attnrewrite.calibration.room import has_room_for, room, sized
+from attnrewrite.calibration.segments import Segments
+from attnrewrite.calibration.stage import StageInput
+from attnrewrite.calibration.store import InMemory, OnDisk, Store, require_disk
+from attnrewrite.images.augment import repeated
+from attnrewrite.images.pool import Pool
+
+CHOOSING_SHARE = 5  # one image in five chooses among ridges, and is fitted to with the one that it chose,
+LEAST_CHOOSING = 16  # where there are so many
+FEW_PIECES = (1, 2, 4)  # to differentiate in, where there is room: all but the last go forwards twice,
+ENOUGH = 8  # for so many images at once: fewer take longer
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """The images of a fit in batches that memory has room for, and where their activations wait: in memory where they
+    take at most half of it, else in temporary files.
+    """
+
+    given: StageInput
+    images: Pool
+    on_disk: bool
+    draws: int = DRAWS
+    pieces: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        given: StageInput,
+        points: Sequence[Point],
+        streams: int = 2,
+        ends: Collection[str] | None = None,
+        draws: int = DRAWS,
+        times: int = 1,
+    ) -> "Workplace":
+        """For `what` fits `points` with so many `streams` of every image's activations, and differentiates the network
+        in `draws` directions for each image. Each image comes so many `times`, moved but for the first.
+
+        `ends` are the names of the nodes between which it trains the network. None: what each token counts is all that
+        it differentiates for, at once or in a few pieces where there is room for that.
+
+        Raises:
+            InputError: memory has no room for one image, or the disk none for all of them.
+        """
+        pool, device = _divided(given.images, times), given.processes.device
+        stream = len(pool.images) * _widest(given.student, points)
+        mine = streams * stream // given.processes.size
+        on_disk = mine > room(given.execution, device) // 2
+        if on_disk:
+            require_disk(what, streams * stream)
+        beside = given.execution, device, _held_bytes(points, stream) + (0 if on_disk else mine)
+        names = ends or [branch.node.name for branch in branches(given.teacher)]
+
+        def backwards(pieces: int | None) -> Callable[..., object]:
+            blocks = Blocks(given.teacher, names, draws, pieces)
+            return lambda *inputs: blocks.gradients(inputs, 0)
+
+        pieces = None
+        if ends is None and given.weights is None and not pool.filled:
+            pieces = next((few for few in FEW_PIECES if has_room_for(ENOUGH, pool, backwards(few), *beside)), None)
+        images = sized(pool, what, backwards(pieces), *beside)
+        size = given.processes.from_owner(images.batch_size, 0)  # all processes have the same batches
+        return cls(given, replace(images, batch_size=size), on_disk, draws, pieces)
+
+    def store(self) -> Store:
+        return OnDisk() if self.on_disk else InMemory()
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Segments, Segments, Importance]]:
+        """Teacher and student at their beginnings, and what each token counts."""
+        given, processes = self.given, self.given.processes
+        with (
+            closing(self.store()) as energy,
+            Segments(given.teacher, self.images, processes, self.store()) as teacher,
+            Segments(given.student, self.images, processes, self.store()) as student,
+        ):
+            if given.weights is not None:
+                weights = given.weights(self.images)
+            else:
+                weights = importance(given.teacher, self.images, processes, energy, self.draws, self.pieces)
+            yield teacher, student, weights
+
+
+def _divided(images: Pool, times: int) -> Pool:
+    """The images that are fitted to, then those that choose among ridges: each so many `times`."""
+    count = len(images.images)
+    chosen = count // CHOOSING_SHARE
+    fitted = count - chosen
+    if images.filled:  # whole batches: what fills one up would be fitted to and chosen by
+        fitted -= fitted % images.batch_size
+    pool = replace(images, parts=(fitted,) if chosen >= LEAST_CHOOSING and fitted else ())
+    if times == 1:
+        return pool
+    order = np.concatenate([np.tile(part, times) for part in np.split(np.arange(count), pool.parts)])
+    return replace(pool, images=repeated(pool.images, order), parts=tuple(part * times for part in pool.parts))
+
+
+def _widest(student: GraphModule, points: Sequence[Point]) -> int:
+    """The most bytes of an image's activations that wait before a point."""
+    cuts = Cuts(student)
+    return max((cuts.live_bytes(at) for at in cuts.between(point.node for point in points)), default=0)
+
+
+def _held_bytes(points: Sequence[Point], stream: int) -> int:
+    """The most that solving for a map holds, or a search of a form's maps; all activations are `stream` bytes."""
+    solving = [point.branch.solver_bytes for point in points if point.branch is not None]
+    widths = [point.branch.weight.shape[1] for point in points if point.branch is not None and point.searches]
+    searching = [maps.held_bytes(width, stream // (4 * width * maps.IMAGES)) for width in widths]
+    return max(*solving, *searching, 0, 0)
