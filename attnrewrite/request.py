@@ -66,25 +66,25 @@ class Budget:
 
     max_drop: float | None = option(
         None,
-        "Replace what can be replaced for at most so many points of top-1 (of agreement with the original, "
-        "where the images have no labels), promised with 95 % confidence.",
+        "Replace as much as can be for a loss of at most so many points of top-1 (of agreement with the original, if "
+        "the images have no labels), with 95 % confidence.",
         metavar="POINTS",
     )
     max_latency: float | None = option(
         None,
-        "Come down to this part of the original's time (0.7) and change the output as little as possible.",
+        "Come down to this fraction of the original's time (such as 0.7) and change the output as little as possible.",
         metavar="RATIO",
     )
     target: str | None = option(
         None,
-        "Where time is saved: measured, where this machine can, else estimated. See attnrewrite targets.",
+        "Target whose time is to be saved, measured if this machine can, else estimated (see attnrewrite targets).",
         flag="--for",
         metavar="TARGET",
     )
     candidates: tuple[str, ...] = option(
         (),
-        "What to choose from: published (the five papers' forms), all, or a variant with its options "
-        "(masked:heads=1); may be repeated. Softmax always is one.",
+        "Forms to choose from: published (the five papers'), all, or a variant with its options (masked:heads=1); "
+        "may be repeated. Softmax always is one.",
         type=list[str] | None,
         metavar="WHAT",
         show_default="all",
@@ -116,13 +116,15 @@ class Calibration:
 
     images: Any = option(  # noqa: RUF009, it is a dataclasses.field
         None,
-        "Images to repair the accuracy with: a folder or an .npz.",
+        "Images to repair the accuracy with, labels not needed: a folder, or an .npz with x.",
         name="calibrate",
         type=str | None,
         metavar="DATA",
     )
-    samples: int = option(1000, "How many of those images to use.", min=1)
-    steps: int = option(0, "Gradient steps after the closed-form fit: for each two blocks, then for all.", min=0)
+    samples: int = option(1000, "Number of those images to use.", min=1)
+    steps: int = option(
+        0, "Gradient steps after the closed-form fit: so many for every two blocks, then for the whole.", min=0
+    )
     skip_bad: bool = option(False, "Leave out damaged image files, and name them.", flag="--skip-bad")
 
     def __post_init__(self) -> None:
@@ -139,13 +141,13 @@ class Execution:
     bytes of memory that calibration stays within ("4GiB" is read; None: what is held and half of what is free).
     """
 
-    seed: int = option(0, "Of everything that is drawn at random.", min=0)
-    threads: int | None = option(None, "How many CPU threads to use.", min=1, show_default="all")
+    seed: int = option(0, "Seed of all random draws.", min=0)
+    threads: int | None = option(None, "CPU threads to use.", min=1, show_default="all")
     progress: Progress | None = None
     state: Path | None = None
     memory: Any = option(  # noqa: RUF009, it is a dataclasses.field
         None,
-        "Memory for calibration to stay within, such as 4GiB.",
+        "Memory that calibration stays within, such as 4GiB.",
         type=str | None,
         metavar="SIZE",
         show_default="half of what is free",

@@ -8,15 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from attnrewrite import __version__
-from attnrewrite.cli.options import flattened, save_config
+from attnrewrite.cli.config import save_config
 from attnrewrite.cli.output import Outcome, results_alone, show
+from attnrewrite.cli.parameters import flattened
 from attnrewrite.files import reserved
 
 app = typer.Typer(
     name="attnrewrite",
     help="Rewrite the attention of trained vision transformers, repair the accuracy, and lower the result.\n\n"
-    "A model is a .pt2 file, path/file.py:factory, timm:NAME, torchvision:NAME, hf:FOLDER, "
-    "or a folder that convert wrote.",
+    "A model is a .pt2 or .onnx file, path/file.py:factory, timm:NAME, torchvision:NAME, hf:FOLDER, "
+    "or a folder that convert wrote; explain and lower also take a .mlpackage.",
     epilog="Start with: attnrewrite explain timm:vit_tiny_patch16_224",
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -12,11 +12,14 @@ import typer
 from attnrewrite.cli.app import app, command
 from attnrewrite.cli.explain import explain
 from attnrewrite.cli.options import (
-    Cpu,
+    BoardOptions,
+    CpuBuildOptions,
+    CpuOptions,
     ModelOptions,
+    NeuralEngineOptions,
     Original,
     OutputOptions,
-    Precision,
+    PhoneOptions,
     RunOptions,
     SkipBad,
     SourceName,
@@ -83,20 +86,24 @@ def convert(
 @command("attnrewrite evaluate out/vit --data test.npz")
 def evaluate(
     source: SourceName,
-    data: Annotated[str, typer.Option(help="A folder of images or an .npz with x and y.", show_default=False)],
+    data: Annotated[
+        str, typer.Option(help="Images: a folder of class folders, or an .npz with x and y.", show_default=False)
+    ],
     model: ModelOptions,
     run: RunOptions,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="So many images, drawn at random.", show_default="all")
+        int | None, typer.Option(min=1, help="Number of images to use, drawn at random.", show_default="all")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Images in one pass.", show_default="128")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Images in one forward pass.", show_default="128")
+    ] = None,
     skip_bad: SkipBad = False,
     original: Original = None,
 ) -> Outcome:
     """Measure top-1 accuracy and, for a converted model, how often it agrees with the original.
 
-    The original is loaded as the folder's report says where you wrote the folder on this machine and the original's
-    file is unchanged; else name it with --original.
+    The original is found by the folder's report if you wrote the folder on this machine and the original's file has not
+    changed since; else name it with --original.
     """
     from attnrewrite import api
     from attnrewrite.images.dataset import load_images
@@ -118,51 +125,28 @@ def evaluate(
 @command("attnrewrite lower out/vit --target arm-cpu --out out/arm")
 def lower(
     source: SourceName,
-    target: Annotated[str, typer.Option(help="What to lower for: see attnrewrite targets.", show_default=False)],
+    target: Annotated[str, typer.Option(help="Target to lower for (see attnrewrite targets).", show_default=False)],
     output: OutputOptions,
     model: ModelOptions,
+    cpu: CpuBuildOptions,
+    engine: NeuralEngineOptions,
     run: RunOptions,
     why: Annotated[
         bool, typer.Option("--explain", help="Say which schedule took which operators, and why others were left.")
     ] = False,
-    layout: Annotated[
-        str | None, typer.Option(metavar="engine|as-is", help="How tensors lie, for coreml-npu.", show_default=False)
-    ] = None,
-    minimum_target: Annotated[
-        str | None,
-        typer.Option(metavar="iOS17|iOS18", help="The oldest system, for coreml-npu.", show_default=False),
-    ] = None,
-    image_input: Annotated[
-        bool, typer.Option("--image-input", help="Take images, the preprocessing inside, for coreml-npu.")
-    ] = False,
-    labels: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Answer with names, one a line, for coreml-npu.", show_default=False),
-    ] = None,
-    compress: Annotated[
-        str | None,
-        typer.Option(
-            metavar="int8|palette6|palette4|prune", help="Make its weights smaller, for coreml-npu.", show_default=False
-        ),
-    ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Images, to measure the artifact on as well.", show_default=False)
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="So many of them, drawn at random.")] = 256,
-    skip_bad: SkipBad = False,
-    cpu: Cpu = None,
-    precision: Precision = None,
-    system: Annotated[
         str | None,
-        typer.Option(metavar="linux|android|ios", help="What it runs under, for arm-cpu.", show_default=False),
+        typer.Option(help="Images to measure the artifact on; --precision int8 needs some.", show_default=False),
     ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Number of those images to use, drawn at random.")] = 256,
+    skip_bad: SkipBad = False,
 ) -> Outcome:
     """Lower a model for a target and check the artifact against the model.
 
-    A .mlpackage that coremltools wrote is laid out anew for coreml-npu, and held to itself.
+    Beside the artifact, artifact.json says what a program that loads it must know: inputs and how pictures become them,
+    outputs, processor and runtime; and how it was checked, and what became of every operator.
 
-    Beside the artifact, artifact.json says what it is: inputs and how pictures become them, outputs, the processor and
-    the runtime, the check, what became of every operator.
+    SOURCE may also be a .mlpackage: it is laid out anew for coreml-npu, and compared with itself as it was.
     """
     from attnrewrite import api
     from attnrewrite.images.dataset import load_images
@@ -172,9 +156,8 @@ def lower(
 
     out = output.out
     check_free(out, force=output.force)
-    check_apart(out, _paths(source, model.checkpoint, labels, data))
-    options: dict[str, Any] = {"layout": layout, "cpu": cpu, "system": system, "minimum_target": minimum_target}
-    options |= {"image_input": image_input or None, "labels": labels, "compress": compress, "precision": precision}
+    check_apart(out, _paths(source, model.checkpoint, engine.labels, data))
+    options: dict[str, Any] = {**asdict(cpu), **asdict(engine), "image_input": engine.image_input or None}
     chosen = get_target(target).configured(**options)
     chosen.require_build()
     packaged = is_package(source)
@@ -206,35 +189,27 @@ def lower(
 def compare(
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="[NAME=]SOURCE...", help="The models, the original first.", show_default=False),
+        typer.Argument(
+            metavar="[NAME=]SOURCE...",
+            help="The models, the original first; NAME is what its rows say.",
+            show_default=False,
+        ),
     ],
-    target: Annotated[list[str], typer.Option(help="See attnrewrite targets; may be repeated.", show_default=False)],
+    target: Annotated[
+        list[str],
+        typer.Option(help="Target to compare on (see attnrewrite targets); may be repeated.", show_default=False),
+    ],
     output: OutputOptions,
     model: ModelOptions,
+    cpu: CpuOptions,
+    board: BoardOptions,
+    phone: PhoneOptions,
     run: RunOptions,
-    data: Annotated[str | None, typer.Option(help="Images, to compare the accuracy as well.")] = None,
+    data: Annotated[str | None, typer.Option(help="Images to compare the accuracy on as well.")] = None,
     skip_bad: SkipBad = False,
-    cpu: Cpu = None,
-    precision: Precision = None,
-    rpc: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="A device to measure on, for arm-cpu: where TVM's RPC server listens."),
-    ] = None,
-    rpc_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that one model may take there.", show_default="120")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="An iPhone at this Mac to measure on, for coreml-npu, as Xcode names it."),
-    ] = None,
-    development_team: Annotated[
-        str | None, typer.Option(metavar="ID", help="The developers' team that signs for it.")
-    ] = None,
-    device_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that one model may take there.", show_default="600")
-    ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep what the output folder's report has measured, and measure the rest.")
+        bool,
+        typer.Option("--resume", help="Keep what report.json in the output folder has measured; measure the rest."),
     ] = False,
 ) -> Outcome:
     """Compare models on targets: latency where this machine or a device can measure it, size, error and accuracy.
@@ -264,9 +239,8 @@ def compare(
         return _would(f"compare {', '.join(models)} on {', '.join(target)}", models=list(models), targets=target)
     with bars() as progress:
         found = api.compare(
-            models, targets=target, data=images, threads=run.execution.threads, cpu=cpu, precision=precision, rpc=rpc,
-            rpc_timeout=rpc_timeout, device=device, development_team=development_team, device_timeout=device_timeout,
-            earlier=earlier, progress=progress,
+            models, targets=target, data=images, threads=run.execution.threads, earlier=earlier, progress=progress,
+            **asdict(cpu), **asdict(board), **asdict(phone),
         )  # fmt: skip
     with staged(out, force=output.force or resume) as folder:
         found.to_json(folder / "report.json")

@@ -30,23 +30,22 @@ def explain(
     model: ModelOptions,
     run: RunOptions,
     graph: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the graph, its sites marked, as an HTML page.")
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page that draws the graph and its sites.")
     ] = None,
-    image: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A picture to run the model on, for --maps.")
-    ] = None,
+    image: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture to run the model on, for --maps.")] = None,
     maps: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Lay what each site makes of --image over it, as an HTML page."),
+        typer.Option(metavar="FILE", help="Write an HTML page that lays over --image what each site attends to."),
     ] = None,
     original: Original = None,
     force: Annotated[bool, typer.Option("--force", help="Replace pages that exist.")] = False,
 ) -> Outcome:
     """Find every attention site, and every softmax that almost is one, and say which variants can stand there.
 
-    With --image and --maps, a folder that convert wrote is shown beside the model it was made from. That is loaded as
-    the folder's report says where you wrote the folder on this machine; else name it with --original.
-    A Core ML package is held against the rules of the Neural Engine instead.
+    With --image and --maps, a folder that convert wrote is shown beside the model it was made from, which is found by
+    the folder's report if you wrote the folder on this machine; else name it with --original.
+
+    SOURCE may also be a .mlpackage: it is held against the rules of the Neural Engine instead.
     """
     from attnrewrite.targets.record import is_package
 

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from attnrewrite.cli import commands
-from attnrewrite.cli.options import JSON
+from attnrewrite.cli.config import JSON
 from attnrewrite.cli.output import Failure, Notes, say
 from attnrewrite.errors import AttnRewriteError, first_line
 

@@ -10,7 +10,8 @@ from tiny_vits import INPUTS, encoder
 
 import attnrewrite as ar
 from attnrewrite.cli.main import main
-from attnrewrite.cli.options import RunOptions, flattened
+from attnrewrite.cli.options import RunOptions
+from attnrewrite.cli.parameters import flattened
 from attnrewrite.errors import InputError
 from attnrewrite.request import Budget, Calibration, Execution
 
