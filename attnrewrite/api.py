@@ -98,10 +98,12 @@ def convert(
     with the original, where the images have no labels), or `max_latency` of the original's time on `target`.
 
     Args:
+        options: of the variant, by name; see `attnrewrite variants`.
         candidates: what auto chooses from: "published", "all" (the default) or variants, such as "masked:heads=1".
-        calibration: images of the kind the model was trained on (labels are not fitted to;
+        calibration: images of the kind the model was trained on, as `load_images` takes them (labels are not fitted to;
             auto measures by them); None: weights are copied only.
-        samples: how many of them to use. steps: of distillation after the closed-form fit.
+        samples: how many of them to use.
+        steps: of gradient descent after the closed-form fit: for every two blocks, then for the whole model.
         keep: ids or names of sites that stay as they are, or patterns of them ("decoder.*").
         keep_bad: leave a site whose check fails as it is, and say so in the report, instead of stopping.
         memory: bytes, or text such as "4GiB", that calibration stays within (default: what is held now and half of what
@@ -131,9 +133,10 @@ def evaluate(
     progress: Progress | None = None,
     **how: Any,
 ) -> dict[str, records.Evaluation]:
-    """Top-1 of a model and, where there is an original, its agreement with it. The model asked for comes last.
+    """Top-1 of a model and, where there is an original, its agreement with it, by the models' names: the one asked for
+    comes last.
 
-    The original of a converted folder is loaded again from where it came, where this user wrote the folder on this
+    The original of a converted folder is loaded again from where it came, if this user wrote the folder on this
     machine from code that has not changed since; else give `original`.
 
     Raises:
@@ -178,13 +181,21 @@ def lower(
 
     A .mlpackage that coremltools wrote is laid out anew for coreml-npu, and held to itself on drawn inputs.
 
-    What follows `threads` is for targets that have it. coreml-npu lays tensors out for the "engine" (its default) or
-    "as-is", for "iOS17" (its default) or "iOS18" and later; with `image_input` it takes images, the preprocessing
-    inside, and with `labels` (names, or a file of one a line; by default those of a transformers model that takes
-    images) it answers with names; `compress` ("int8", "palette6", "palette4" or "prune") makes its weights smaller, and
-    what is lost by that, or by anything else, is measured on `data`: accuracy of the model and of the artifact, and how
-    often they agree. arm-cpu is built for a core of profiles.toml ("cortex-a76") under "linux", "android" or "ios", and
-    it and host compute in a `precision` of profiles.toml ("fp32", "fp16", "int8").
+    Args:
+        out: the folder, which must not exist unless `force`.
+        threads: how many the check may use, where it runs on this machine.
+        layout: coreml-npu: "engine" (default) lays tensors out as the Neural Engine holds them, "as-is" does not.
+        minimum_target: coreml-npu: the oldest system that runs the package, "iOS17" (default) or "iOS18".
+        image_input: coreml-npu: the input is an image, and the preprocessing inside the package.
+        labels: coreml-npu: names of the classes, or a file of one a line, that it answers with; by default those of a
+            transformers model, where the input is an image.
+        compress: coreml-npu: how to make the weights smaller, "int8", "palette6", "palette4" or "prune".
+        cpu: arm-cpu: the core to build for, of targets/profiles.toml ("cortex-a76").
+        system: arm-cpu: "linux", "android" or "ios".
+        precision: arm-cpu and host: what products are computed in, "fp32", "fp16" or "int8".
+        data: images to measure the accuracy of the model and of the artifact on, and how often they agree; "int8"
+            needs some.
+        how: checkpoint, input_size, mean, std, as `load_source` takes them.
 
     Raises:
         InputError: unknown target or option, or a target that cannot build here; the folder exists.
@@ -289,11 +300,16 @@ def compare(
 ) -> Comparison:
     """One row for each (model, target, runtime): measured, estimated, or unavailable with the reason.
 
-    The first model is what the others' agreement is taken against. With `rpc`, "host:port", arm-cpu is also measured on
-    a device (a Linux board, where `python -m tvm.exec.rpc_server` runs) whose core is `cpu`, within `rpc_timeout`
-    seconds for each model; it and TVM on the host compute in `precision`. With `device`, coreml-npu is measured on the
-    iPhone of that name, connected to this Mac, by an app that `development_team` signs, within `device_timeout`
-    seconds. What `earlier` (`evaluation.records.load_comparison`) has measured is not measured again.
+    Args:
+        models: by the names that their rows bear; the others' agreement is taken against the first.
+        data: images, labelled or not, to compare the accuracy on as well.
+        cpu, precision: see `lower`; `precision` holds for host as TVM compiles it, and for arm-cpu.
+        rpc: "host:port" of a device where `python -m tvm.exec.rpc_server` runs: host and arm-cpu are measured there,
+            too, within `rpc_timeout` seconds for each model.
+        device: the name of an iPhone connected to this Mac: coreml-npu is measured there, by an app that
+            `development_team` signs, within `device_timeout` seconds for each model.
+        earlier: what it has measured (`evaluation.records.load_comparison`) is not measured again.
+        how: checkpoint, input_size, mean, std, as `load_source` takes them, of all models.
 
     Raises:
         InputError: a model, a target or the data cannot be used.
