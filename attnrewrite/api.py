@@ -10,7 +10,8 @@ from rich.console import Group
 from torch import Tensor, nn
 
 from attnrewrite.conversion.convert import convert_source
-from attnrewrite.conversion.record import Conversion, deployed, site_notes
+from attnrewrite.conversion.record import Conversion, deployed
+from attnrewrite.conversion.sites import planned_sites, site_facts
 from attnrewrite.errors import InputError, Refusal, required, told, unknown_name, whole_number
 from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import evaluate_modules
@@ -27,10 +28,9 @@ from attnrewrite.passes.original import require_numbers
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import scan
-from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import MOST_IMAGES, Budget, Calibration, Execution, Progress, names, thread_count
 from attnrewrite.selection.problem import requested
-from attnrewrite.site import AttentionSite, Scan
+from attnrewrite.site import Scan
 from attnrewrite.targets.base import Artifact, Target, get_target, recorded
 from attnrewrite.targets.pictures import of_pictures
 from attnrewrite.targets.record import is_package
@@ -336,30 +336,8 @@ def sites_of(model: Model, loaded: Source) -> tuple[dict[str, Any], ...]:
     """What stands at each site of a model: by the plan of its conversion where it is one, else softmax as found."""
     if isinstance(model, Conversion):
         return tuple(model.report["sites"])
-    found = tuple(_site(site, site.id, "softmax") for site in explain(loaded).sites)
-    return found if loaded.folder is None else _planned_sites(loaded.folder, found)
-
-
-def _planned_sites(folder: Path, found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The sites of a converted folder: those of its plan, and those of `found` that the plan leaves as they were.
-
-    Sites are numbered in the order of the original's graph: the numbers that the plan does not take are the others', in
-    their order. The remarks are the report's, which alone has them.
-    """
-    replaced = [_site(each, each.site, each.variant.name) for each in Plan.load(folder).placements]
-    taken_names = {site["name"] for site in replaced}  # exact rows of a form are found again, under their site's name
-    kept = [site for site in found if site["name"] not in taken_names]
-    taken = {site["id"] for site in replaced}
-    free = [name for name in (f"site{n}" for n in range(len(replaced) + len(kept))) if name not in taken]
-    sites = replaced + [{**site, "id": name} for site, name in zip(kept, free, strict=False)]
-    notes = site_notes(folder)
-    ordered = sorted(sites, key=lambda site: int(site["id"].removeprefix("site")))
-    return tuple({**site, "note": notes.get(site["id"])} for site in ordered)
-
-
-def _site(site: AttentionSite | Placement, site_id: str, variant: str) -> dict[str, Any]:
-    sizes = {key: getattr(site, key) for key in ("heads", "head_dim", "n_queries", "n_keys")}
-    return {"id": site_id, "name": site.name, **sizes, "variant": variant, "note": None}
+    found = tuple(site_facts(site, site.id, "softmax") for site in explain(loaded).sites)
+    return found if loaded.folder is None else planned_sites(loaded.folder, found)
 
 
 def _load(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Source:

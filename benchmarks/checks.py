@@ -25,7 +25,7 @@ import torch
 
 import attnrewrite as ar
 from attnrewrite.calibration.stage import peak_memory
-from attnrewrite.conversion import convert, forming, proof
+from attnrewrite.conversion import convert, proof, replacing
 from attnrewrite.evaluation.latency import environment
 from attnrewrite.frontends import capture
 from attnrewrite.frontends.torchvision import import_torchvision
@@ -33,7 +33,7 @@ from attnrewrite.resources import format_bytes
 
 CHECKS = [
     *((proof, name) for name in ("agreement", "site_errors", "rewriting_error", "drawn")),
-    (forming, "float64_errors"),
+    (replacing, "float64_errors"),
 ]
 MODELS = [*(f"deit_tiny_patch16_224:{side}" for side in (224, 512, 1024)), "deit_small_patch16_224:224"]
 

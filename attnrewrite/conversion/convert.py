@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 from attnrewrite.calibration.processes import Processes, joined_processes
 from attnrewrite.calibration.room import require_room
 from attnrewrite.calibration.stages import HELD_OUT_SHARE
-from attnrewrite.conversion.forming import Forming
-from attnrewrite.conversion.proof import prove
+from attnrewrite.conversion.proof import Proof, prove
 from attnrewrite.conversion.record import Conversion
+from attnrewrite.conversion.replacing import Replaced, Replacement
 from attnrewrite.conversion.sites import fates_of, groups_without, kept_sites, require_grid, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.frontends.batches import image_size_of, input_names, opened, require_taken, tell_fixed
@@ -28,6 +28,8 @@ from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.original import require_numbers
 from attnrewrite.passes.site_module import written_value
 from attnrewrite.passes.verify import rewritten_sites
+from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.patterns.weights import named_after
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Calibration, Execution
@@ -63,54 +65,37 @@ def convert_source(
     execution.apply()
     require_numbers(source.name, source.tensors, source.example_inputs)
     captured = _captured(source)
-    scanned = scan_graph(captured.module, source.name)
-    apart = named_after(scanned.scan, source.own)
-    kept = kept_sites(apart, keep)
-    scanned = with_joined_heads(replace(scanned, scan=apart), groups_without(apart, kept))
+    scanned, kept = _with_heads_joined(source, captured, keep)
     captured, found = replace(captured, module=scanned.graph.module), scanned.scan
     fates = fates_of(found, variant, kept)
     possible = [site for site in found.sites if fates[site.id] is None]
     require_grid(found, variant)
     require_some(found, possible, variant, fates)
+    pool, processes = None, Processes()
     if images is not None:
         _require_float32(captured, possible)
-    pool = None if images is None else _pool(images, source, captured)
-    processes = Processes() if pool is None else joined_processes()
-    if pool is not None:
+        pool, processes = _pool(images, source, captured), joined_processes()
         require_room(execution, processes.device)
     proof = prove(source, captured, scanned, possible, keep_bad, execution.report)
-    forming = Forming(captured, scanned, proof, variant, pool, calibration.steps, execution, processes)
-    sound = [site for site in possible if site.id not in proof.faults]
-    formed, faults = forming.at_the_sound(sound, proof.teacher) if keep_bad else (forming.at(sound, proof.teacher), {})
-    faults = {**proof.faults, **faults}
-    selection, student = formed.selection, formed.student
+    replacement = Replacement(captured, scanned, proof, variant, pool, calibration.steps, execution, processes)
+    proven = [site for site in possible if site.id not in proof.faults]
+    if keep_bad:
+        replaced, failed = replacement.at_those_that_pass(proven, proof.teacher)
+    else:
+        replaced, failed = replacement.at(proven, proof.teacher), {}
+    faults = {**proof.faults, **failed}
     fates |= {site: Refusal("check-failed", f"its check failed: {fault}") for site, fault in faults.items()}
-    fates |= selection.reasons
-    sites = [
-        site_report(s, fates[s.id], selection.standing.get(s.id), proof.errors.get(s.id), formed.errors.get(s.id))
-        for s in found.sites
-    ]
-    report: dict[str, Any] = {
-        "model": source.name,
-        "source": asdict(source.origin) if source.origin else None,
-        "variant": variant.name,
-        "options": {} if isinstance(variant, Auto) else option_values(variant),
-        "seed": execution.seed,
-        "fixed_batch": captured.fixed_batch,
-        "fixed_batch_reason": None if captured.fixed_batch is None else captured.note,
-        "sites": sites,
-        "near_misses": [
-            {"anchor": m.anchor, "name": m.name, "reason": m.code, "detail": m.sentence} for m in found.near_misses
-        ],
-        "checks": dict(proof.report),
-        "calibration": {"images": len(images or ()), "stages": [asdict(stage) for stage in formed.stages]},
+    fates |= replaced.selection.reasons
+    report = {
+        **_asked(source, variant, captured, execution.seed),
+        **_found(found, fates, proof, replaced),
+        "calibration": {"images": len(images or ()), "stages": [asdict(stage) for stage in replaced.stages]},
     }
-    report |= {} if selection.report is None else {"selection": selection.report}
+    report |= {} if replaced.selection.report is None else {"selection": replaced.selection.report}
     report |= {} if source.left_out is None else {"left_out": dict(source.left_out)}
-    plan = _final_plan(found, selection.standing, student, captured.module)
     return Conversion(
-        student,
-        plan,
+        replaced.student,
+        _final_plan(found, replaced.selection.standing, replaced.student, captured.module),
         found,
         report,
         captured.module,
@@ -119,6 +104,34 @@ def convert_source(
         source.origin,
         source.code,
     )
+
+
+def _asked(source: Source, variant: Variant | Auto, captured: Captured, seed: int) -> dict[str, Any]:
+    """What report.json says of the model and of what was asked."""
+    return {
+        "model": source.name,
+        "source": asdict(source.origin) if source.origin else None,
+        "variant": variant.name,
+        "options": {} if isinstance(variant, Auto) else option_values(variant),
+        "seed": seed,
+        "fixed_batch": captured.fixed_batch,
+        "fixed_batch_reason": None if captured.fixed_batch is None else captured.note,
+    }
+
+
+def _found(found: Scan, fates: Mapping[str, Refusal | None], proof: Proof, replaced: Replaced) -> dict[str, Any]:
+    """What report.json says of the sites, of what is none, and of the checks."""
+    standing = replaced.selection.standing
+    return {
+        "sites": [
+            site_report(s, fates[s.id], standing.get(s.id), proof.errors.get(s.id), replaced.errors.get(s.id))
+            for s in found.sites
+        ],
+        "near_misses": [
+            {"anchor": m.anchor, "name": m.name, "reason": m.code, "detail": m.sentence} for m in found.near_misses
+        ],
+        "checks": dict(proof.report),
+    }
 
 
 def calibration_images(source: Source, request: Calibration, seed: int) -> Images | None:
@@ -168,6 +181,18 @@ def _captured(source: Source) -> Captured:
     captured = opened(captured, model)
     tell_fixed(captured)
     return captured
+
+
+def _with_heads_joined(
+    source: Source, captured: Captured, keep: Sequence[str]
+) -> tuple[Scanned[FxGraph], frozenset[str]]:
+    """The graph with its attention, where heads that a loop computes are one site unless one of them is kept; and the
+    ids of the sites to keep.
+    """
+    scanned = scan_graph(captured.module, source.name)
+    apart = named_after(scanned.scan, source.own)
+    kept = kept_sites(apart, keep)
+    return with_joined_heads(replace(scanned, scan=apart), groups_without(apart, kept)), kept
 
 
 def _require_float32(captured: Captured, possible: list[AttentionSite]) -> None:

@@ -1,12 +1,15 @@
-"""Which sites of a model are converted, why the others are not, and what report.json says of each."""
+"""Which sites of a model are converted, why the others are not, and what reports say of each."""
 
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from attnrewrite.conversion.record import site_notes
 from attnrewrite.errors import InputError, NothingMatchedError, Refusal, unknown_name
 from attnrewrite.passes.verify import SiteError
+from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import names
 from attnrewrite.selection.problem import Auto
 from attnrewrite.site import AttentionSite, Grid, Scan
@@ -117,3 +120,26 @@ def site_report(
         "identity_error": identity.error if identity is not None and math.isfinite(identity.error) else None,
         "float64_error": arithmetic,
     }
+
+
+def planned_sites(folder: Path, found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The sites of a converted folder: those of its plan, and those of `found` that the plan leaves as they were.
+
+    Sites are numbered in the order of the original's graph: the numbers that the plan does not take are the others', in
+    their order. The remarks are the report's, which alone has them.
+    """
+    replaced = [site_facts(each, each.site, each.variant.name) for each in Plan.load(folder).placements]
+    taken_names = {site["name"] for site in replaced}  # exact rows of a form are found again, under their site's name
+    kept = [site for site in found if site["name"] not in taken_names]
+    taken = {site["id"] for site in replaced}
+    free = [name for name in (f"site{n}" for n in range(len(replaced) + len(kept))) if name not in taken]
+    sites = replaced + [{**site, "id": name} for site, name in zip(kept, free, strict=False)]
+    notes = site_notes(folder)
+    ordered = sorted(sites, key=lambda site: int(site["id"].removeprefix("site")))
+    return tuple({**site, "note": notes.get(site["id"])} for site in ordered)
+
+
+def site_facts(site: AttentionSite | Placement, site_id: str, variant: str) -> dict[str, Any]:
+    """A site as comparisons list it, with what stands there."""
+    sizes = {key: getattr(site, key) for key in ("heads", "head_dim", "n_queries", "n_keys")}
+    return {"id": site_id, "name": site.name, **sizes, "variant": variant, "note": None}

@@ -251,7 +251,7 @@ def test_a_form_that_fails_at_one_site_can_be_left_out_there(monkeypatch: pytest
             raise CheckFailedError(f"{site}: differs", site=site)
         return float64_errors(student, inputs)
 
-    monkeypatch.setattr("attnrewrite.conversion.forming.float64_errors", checked)
+    monkeypatch.setattr("attnrewrite.conversion.replacing.float64_errors", checked)
     with pytest.raises(CheckFailedError, match="site1: differs"):
         ar.convert(encoder(), INPUTS, variant="l1")
     done = ar.convert(encoder(), INPUTS, variant="l1", keep_bad=True)

@@ -1,4 +1,4 @@
-"""Forms in the place of softmax: chosen where `auto` chooses, calibrated, and each checked against its own float64."""
+"""Softmax replaced by other forms: chosen where `auto` chooses, calibrated, each checked against itself in float64."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ log = logging.getLogger("attnrewrite")
 
 
 @dataclass(frozen=True)
-class Formed:
+class Replaced:
     """The student, what stands at its sites, what each stage of calibration did, and each site's `float64_errors`."""
 
     student: GraphModule
@@ -39,8 +39,10 @@ class Formed:
 
 
 @dataclass(frozen=True)
-class Forming:
-    """The proven model that forms are put into, and how: `variant` and, with a `pool` of images, `steps`."""
+class Replacement:
+    """What is replaced, in a model whose extraction is proven, and how: by `variant`, and calibrated on the images of
+    `pool` (None: not at all), with so many `steps` of gradient descent.
+    """
 
     captured: Captured
     scanned: Scanned[FxGraph]
@@ -51,8 +53,8 @@ class Forming:
     execution: Execution
     processes: Processes
 
-    def at(self, sites: Sequence[AttentionSite], teacher: GraphModule) -> Formed:
-        """Forms at `sites`, where `teacher` has softmax re-emitted.
+    def at(self, sites: Sequence[AttentionSite], teacher: GraphModule) -> Replaced:
+        """The model with forms at `sites`, where `teacher` is the same with softmax re-emitted.
 
         Raises:
             NothingMatchedError: `auto` finds no choice within its budget.
@@ -67,11 +69,13 @@ class Forming:
             halves = split(self.pool)
             given = StageInput(self.captured.module, teacher, student, *halves, self.execution, self.processes)
             stages = calibrate(given, self.steps)
-        return Formed(student, selection, tuple(stages), float64_errors(student, telling(self.proof.draws)))
+        return Replaced(student, selection, tuple(stages), float64_errors(student, telling(self.proof.draws)))
 
-    def at_the_sound(self, sites: Sequence[AttentionSite], teacher: GraphModule) -> tuple[Formed, dict[str, str]]:
-        """Forms at those of `sites` whose checks hold, found by leaving out one that fails after the other, and what is
-        wrong with the others. Raises as `at` does, where no site is left or what fails is no one site's.
+    def at_those_that_pass(
+        self, sites: Sequence[AttentionSite], teacher: GraphModule
+    ) -> tuple[Replaced, dict[str, str]]:
+        """As `at`, but a site whose check fails is left out, and all is done again without it; and what failed, by site
+        id. Raises as `at` does where no site would be left, or what fails is not a single site's.
         """
         faults: dict[str, str] = {}
         while True:
