@@ -25,7 +25,7 @@ from torch import nn
 from attnrewrite.targets.prepare import specialise
 from attnrewrite.targets.tvm import compat as tvm_compat
 from attnrewrite.targets.tvm.importer import import_program
-from attnrewrite.targets.tvm.schedules.cpu.winograd import WINOGRAD
+from attnrewrite.targets.tvm.schedules.cpu.winograd.rule import WINOGRAD
 from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
 from attnrewrite.targets.tvm.schedules.profile import profile
 from attnrewrite.targets.tvm.schedules.rewrite import rewrite

@@ -19,8 +19,8 @@ from kernels import HOST, PROCESSORS, Shape, close, erf, relax_module, scheduled
 from tvm import relax
 
 from attnrewrite.targets.record import Decision
-from attnrewrite.targets.tvm.schedules.cpu import strassen
-from attnrewrite.targets.tvm.schedules.cpu.quarters import Scheme, left_factors, places
+from attnrewrite.targets.tvm.schedules.cpu.strassen import rule
+from attnrewrite.targets.tvm.schedules.cpu.strassen.algorithm import Scheme, left_factors, places
 from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
 from attnrewrite.targets.tvm.schedules.profile import FLOAT16, Profile, Tile
 
@@ -54,7 +54,7 @@ def test_steps_make_the_product_of_integers(levels: int) -> None:
 
 def by(levels: int, tile: Tile = ARM.packed[0]) -> AbstractContextManager[object]:
     """Products go by so many levels and such tiles, whatever that costs."""
-    return patch.object(strassen, "_best", return_value=(Scheme(levels) if levels else None, tile))
+    return patch.object(rule, "best_scheme", return_value=(Scheme(levels) if levels else None, tile))
 
 
 @DRAWN
@@ -167,7 +167,7 @@ def test_what_is_no_number_stays_in_its_group(number: float) -> None:
 def test_levels_are_those_that_gain_more_than_their_weights_take(
     rows: int, depth: int, columns: int, levels: int
 ) -> None:
-    scheme, tile = strassen._best(rows, depth, columns, ARM)
+    scheme, tile = rule.best_scheme(rows, depth, columns, ARM)
     assert (scheme.levels if scheme else 0) == levels
     assert tile in ARM.packed
 

@@ -17,8 +17,8 @@ from kernels import HOST, PROCESSORS, Shape, close, relax_module, scheduled, val
 from tvm import relax
 
 from attnrewrite.targets.record import Decision
-from attnrewrite.targets.tvm.schedules.cpu.transforms import Scheme
-from attnrewrite.targets.tvm.schedules.cpu.winograd import LARGE, SMALL, tiling
+from attnrewrite.targets.tvm.schedules.cpu.winograd.rule import LARGE, SMALL, tiling
+from attnrewrite.targets.tvm.schedules.cpu.winograd.transforms import Scheme
 from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
 from attnrewrite.targets.tvm.schedules.profile import FLOAT16, Profile
 

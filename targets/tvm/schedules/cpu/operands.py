@@ -15,6 +15,8 @@ from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.view import Layout, Shape, contiguous, unravel
 
 ROWS_AHEAD = 8  # of a panel: so long before their turn are they asked for
+READ_WEIGHT = 20  # multiply-adds that take as long as to read a weight from beyond the second cache (fitted by hand to
+# channels of 16 to 512 and images of 7 to 112 on a Xeon with AVX-512)
 FEWEST_LANES = 4  # that lie side by side in all rows of an image, so that copying is little beside multiplying
 Row = Callable[[Position, int, int], Value]  # of a panel: its number, the first column, and how many
 

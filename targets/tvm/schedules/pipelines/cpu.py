@@ -6,15 +6,15 @@ import tvm
 from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
 
 from attnrewrite.targets.tvm.schedules.cpu.attention.rule import ATTENTION
-from attnrewrite.targets.tvm.schedules.cpu.convolution import CONVOLUTION
+from attnrewrite.targets.tvm.schedules.cpu.convolution.rule import CONVOLUTION
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import ARITHMETIC, JOIN, PAD
 from attnrewrite.targets.tvm.schedules.cpu.gather import TAKE
 from attnrewrite.targets.tvm.schedules.cpu.matmul import MATMUL
 from attnrewrite.targets.tvm.schedules.cpu.matmul_int8 import MATMUL_INT8
 from attnrewrite.targets.tvm.schedules.cpu.normalisation import GROUP_NORM, NORM, SOFTMAX
 from attnrewrite.targets.tvm.schedules.cpu.reduction import POOL, REDUCTION
-from attnrewrite.targets.tvm.schedules.cpu.strassen import STRASSEN
-from attnrewrite.targets.tvm.schedules.cpu.winograd import WINOGRAD
+from attnrewrite.targets.tvm.schedules.cpu.strassen.rule import STRASSEN
+from attnrewrite.targets.tvm.schedules.cpu.winograd.rule import WINOGRAD
 from attnrewrite.targets.tvm.schedules.profile import Profile
 from attnrewrite.targets.tvm.schedules.rewrite import Scheduled, rewrite
 from attnrewrite.targets.tvm.schedules.rule import Rule

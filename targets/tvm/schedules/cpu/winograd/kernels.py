@@ -31,8 +31,8 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
 from attnrewrite.targets.tvm.schedules.cpu.operands import ROWS_AHEAD
 from attnrewrite.targets.tvm.schedules.cpu.product import CACHE_LINE
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import RegisterTile, along_rows
-from attnrewrite.targets.tvm.schedules.cpu.transforms import Scheme, both_ways
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, covering
+from attnrewrite.targets.tvm.schedules.cpu.winograd.transforms import Scheme, both_ways
 from attnrewrite.targets.tvm.schedules.expression import Expression, loads, ordered
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, SIZES, Profile, Tile
 from attnrewrite.targets.tvm.schedules.rule import Argument

@@ -13,12 +13,12 @@ import numpy as np
 
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, is_shared, without
-from attnrewrite.targets.tvm.schedules.cpu.groups import FIELDS, Grouping, LeftFactors, Strassen
 from attnrewrite.targets.tvm.schedules.cpu.matmul import Factors, factors
+from attnrewrite.targets.tvm.schedules.cpu.operands import READ_WEIGHT
 from attnrewrite.targets.tvm.schedules.cpu.packing import rounded
-from attnrewrite.targets.tvm.schedules.cpu.quarters import Scheme
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import PACKING, best_bands, cycles, step_cycles
-from attnrewrite.targets.tvm.schedules.cpu.winograd import WEIGHT
+from attnrewrite.targets.tvm.schedules.cpu.strassen.algorithm import Scheme
+from attnrewrite.targets.tvm.schedules.cpu.strassen.kernels import FIELDS, Grouping, LeftFactors, Strassen
 from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, joined
 from attnrewrite.targets.tvm.schedules.graph import shape, strided
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile, Tile
@@ -40,11 +40,12 @@ def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
         return Refusal("precision", "is a product of integers, whose sums of blocks hold too few digits")
     assert isinstance(found.left, Leaf)
     assembly = Assembly(found.covers)
-    refused = multiply(assembly, found.left.view, weights, found.out, found.epilogue, profile, shape(call.var))
+    left, written = found.left.view, shape(call.var)
+    refused = multiply_by_strassen(assembly, left, weights, found.out, found.epilogue, profile, written)
     return assembly.kernel() if refused is None else refused
 
 
-def multiply(
+def multiply_by_strassen(
     assembly: Assembly, left: View, weights: np.ndarray, out: Layout, epilogue: Expression, profile: Profile,
     written: Shape,
 ) -> Refusal | None:  # fmt: skip
@@ -61,7 +62,7 @@ def multiply(
     flat = layout.reshape((rows, depth))
     if flat is None or flat.strides[-1] != 1:
         return Refusal("layout", "multiplies rows that no strides describe, or that do not lie one by one")
-    scheme, tile = _best(rows, depth, columns, profile)
+    scheme, tile = best_scheme(rows, depth, columns, profile)
     if scheme is None:
         told = "has too few rows, columns or steps to gain by Strassen's algorithm, or too large weights"
         return Refusal("size", told)
@@ -86,8 +87,8 @@ def _weights(found: Factors) -> np.ndarray | None:
     return strided(view.base, view.layout) if isinstance(view.base, np.ndarray) else None
 
 
-def _best(rows: int, depth: int, columns: int, profile: Profile) -> tuple[Scheme | None, Tile]:
-    """What a product takes the fewest cycles with; no scheme where that is to multiply directly."""
+def best_scheme(rows: int, depth: int, columns: int, profile: Profile) -> tuple[Scheme | None, Tile]:
+    """The scheme and tile that a product takes the fewest cycles with; no scheme where that is to multiply directly."""
     direct = depth * (cycles(profile, rows, best_bands(profile, rows, columns, True, True), True) + PACKING * rows)
     found: list[tuple[float, Scheme | None, Tile]] = [
         (direct + _read(depth * columns, profile), None, profile.packed[0])
@@ -120,7 +121,7 @@ def _cycles(scheme: Scheme, tile: Tile, rows: int, depth: int, columns: int, pro
 
 def _read(weights: int, profile: Profile) -> float:
     """Cycles to read so many weights from memory."""
-    return weights * WEIGHT / profile.lanes
+    return weights * READ_WEIGHT / profile.lanes
 
 
 _scheme = functools.cache(Scheme)
@@ -144,7 +145,7 @@ def _panels(scheme: Scheme, weights: np.ndarray, width: int) -> np.ndarray:
     count = -(-columns // (width * side))
     filled = np.zeros((depth, count * side * width), weights.dtype)
     filled[:, :columns] = weights
-    # The blocks of a matrix are every so manieth tile of it.
+    # A block of a matrix is made of every `side`-th tile of it.
     blocks = filled.reshape(depth, count, side, width).swapaxes(1, 2).reshape(depth, -1)
     made = scheme.of_weights(blocks).reshape(scheme.products, depth // side, count, width)
     return np.ascontiguousarray(rounded(np.moveaxis(made, 2, 0), FLOAT32))

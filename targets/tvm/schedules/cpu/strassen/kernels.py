@@ -28,9 +28,9 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
 )
 from attnrewrite.targets.tvm.schedules.cpu.operands import spread
 from attnrewrite.targets.tvm.schedules.cpu.product import CACHE_LINE
-from attnrewrite.targets.tvm.schedules.cpu.quarters import Scheme, left_factors, places
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import RegisterTile, Start, across_rows
 from attnrewrite.targets.tvm.schedules.cpu.sharing import parts, shares
+from attnrewrite.targets.tvm.schedules.cpu.strassen.algorithm import Scheme, left_factors, places
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, covering, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, SIZES, Profile, Tile

@@ -1,8 +1,11 @@
-"""Strassen's algorithm in Winograd's form: a product of matrices out of seven products of sums of their quarters, and
-so on in each of them, as data: the factors, and the steps that make the product out of theirs in tiles of memory.
+"""Strassen's algorithm in Winograd's form, as data.
 
-Seven products and fifteen sums, four of them of the left operand, four of the right one (Strassen 1969, Gaussian
-elimination is not optimal; in Winograd's form, 1971, as https://en.wikipedia.org/wiki/Strassen_algorithm has it).
+A product of matrices that are cut into quarters takes seven products of sums of quarters, where it would take eight
+products of quarters; each of the seven may be cut again (`Scheme.levels`). A *factor* is such a sum, of one operand's
+quarters. The steps add the products up to the result, in *tiles* of memory.
+
+Fifteen sums a level: four of the left operand's quarters, four of the right one's, seven of products (Strassen 1969,
+Gaussian elimination is not optimal; Winograd's form, 1971, as https://en.wikipedia.org/wiki/Strassen_algorithm has it).
 """
 
 import functools
@@ -13,13 +16,13 @@ from typing import Any
 import numpy as np
 
 Block = Any  # what can be added and subtracted: an array, or a TIR vector
-Seeds = list[tuple[int, ...]]  # for each tile those whose sum it begins with
+Seeds = list[tuple[int, ...]]  # for each tile that is made, the tiles whose sum the product is added to
 
 
 @dataclass(frozen=True)
 class Step:
-    """Tile `into` = the sum of tiles `seeds` + the next product; then, one after the other, tile `after[i][1]` = what
-    was made last + tile `after[i][0]`.
+    """One of the products: tile `into` = the sum of tiles `seeds` + the product; then, for each (other, made) of
+    `after` in order, tile `made` = what was made last + tile `other`.
     """
 
     seeds: tuple[int, ...]
@@ -29,7 +32,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The algorithm with quarters of quarters, `levels` deep."""
+    """The algorithm `levels` deep: with 2, of quarters of quarters."""
 
     levels: int
 
@@ -44,7 +47,7 @@ class Scheme:
 
     @property
     def zero(self) -> int:
-        """The tile that is to hold zeros; those before it are the blocks of the product, row by row."""
+        """The number of the tile that holds zeros; the tiles before it are the blocks of the result, row by row."""
         return self.side**2
 
     @property
@@ -73,7 +76,7 @@ class Scheme:
 
 
 def places(side: int) -> list[int]:
-    """The numbers, row by row, of blocks that are counted quarter after quarter."""
+    """The row-major numbers of a matrix's blocks, in the order quarter by quarter, and so on within each quarter."""
     if side == 1:
         return [0]
     half = side // 2
@@ -81,24 +84,24 @@ def places(side: int) -> list[int]:
     return [(y * half + i) * side + x * half + j for y in range(2) for x in range(2) for i, j in inner]
 
 
-# The factors of the seven products, in the order in which `_Steps.product` has them.
 def left_factors(
     a11: Block, a12: Block, a21: Block, a22: Block, keep: Callable[[Block], Block] = lambda block: block
 ) -> list[Block]:
-    """`keep` gives what is read more than once a name."""
+    """The left factors of the seven products; `keep` gives a name to what is read more than once."""
     s1 = keep(a21 + a22)
     s2 = keep(s1 - a11)
     return [a11, a12, s2, a11 - a21, a22, s1, a12 - s2]
 
 
 def right_factors(b11: Block, b12: Block, b21: Block, b22: Block) -> list[Block]:
+    """The right factors, in the same order, which `_Steps.product` has too."""
     t1 = b12 - b11
     t2 = b22 - t1
     return [b11, b21, t2, b22 - b12, b21 - t2, t1, b22]
 
 
 class _Steps:
-    """Steps as they are put together, and the tiles that they take."""
+    """Puts the steps together, and numbers the tiles that they need."""
 
     def __init__(self, zero: int) -> None:
         self.zero, self.tiles, self.free = zero, zero + 1, list[int]()
@@ -111,7 +114,7 @@ class _Steps:
         return tuple(Step(*begun, tuple(after)) for begun, after in zip(self.begun, self.after, strict=True))
 
     def product(self, seeds: Seeds, into: list[int]) -> None:
-        """Tiles `into` = the sums of `seeds` + a product. A tile may be a seed of what is made in it."""
+        """Make tiles `into` the sums of `seeds` + a product. A tile may be a seed of what is made in it."""
         if len(into) == 1:
             self.maker[into[0]] = len(self.begun)
             self.begun.append((seeds[0] or (self.zero,), into[0]))
@@ -135,14 +138,14 @@ class _Steps:
         self.free += [*one, *other]
 
     def add(self, made: int, other: int, seeds: tuple[int, ...], into: int) -> None:
-        """Tile `into` = tile `made` + `other` + `seeds`, by the step that has just made the first of them."""
+        """Make tile `into` the sum of tiles `made`, `other` and `seeds`, as part of the step that made `made` last."""
         self.maker[into] = self.maker[made]
-        # What is a seed and written to is read first.
+        # A seed that is `into` itself is read first, before it is written over.
         read = (*sorted(seeds, key=lambda seed: seed != into), other)
         self.after[self.maker[made]] += [(each, into) for each in read]
 
     def taken(self, count: int) -> list[int]:
-        """Tiles that hold nothing that is still read."""
+        """`count` tiles that hold nothing that is still to be read."""
         while len(self.free) < count:
             self.free.append(self.tiles)
             self.tiles += 1

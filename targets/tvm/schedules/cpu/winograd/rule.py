@@ -6,11 +6,12 @@ import numpy as np
 
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly
+from attnrewrite.targets.tvm.schedules.cpu.operands import READ_WEIGHT
 from attnrewrite.targets.tvm.schedules.cpu.packing import packed
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import best_tile
-from attnrewrite.targets.tvm.schedules.cpu.tiles import Grid, Tiles, Winograd
-from attnrewrite.targets.tvm.schedules.cpu.transforms import Scheme
 from attnrewrite.targets.tvm.schedules.cpu.windows import pair, sides
+from attnrewrite.targets.tvm.schedules.cpu.winograd.kernels import Grid, Tiles, Winograd
+from attnrewrite.targets.tvm.schedules.cpu.winograd.transforms import Scheme
 from attnrewrite.targets.tvm.schedules.expression import Arguments, moved
 from attnrewrite.targets.tvm.schedules.graph import shape
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, SIZES, Profile, Tile
@@ -23,9 +24,7 @@ from attnrewrite.targets.tvm.schedules.view import Shape
 SMALL, LARGE = Scheme((1.0,)), Scheme((11 / 16, 11 / 8))
 FEWEST_TILES, MOST_TILES = 14, 32  # of a task
 FEWEST_TASKS = 4  # to share among threads
-# What takes as long as so many multiply-adds (fitted by hand to channels of 16 to 512 and images of 7 to 112 on a Xeon
-# with AVX-512): to read a weight from beyond the second cache, and to transform a channel of a place, there and back.
-WEIGHT, TRANSFORM = 20, 20
+TRANSFORM = 20  # multiply-adds that take as long as to transform a channel of a place and back; fitted as READ_WEIGHT
 
 
 def _apply(call: Call, profile: Profile) -> Kernel | Refusal:
@@ -107,13 +106,13 @@ def tiling(out: Shape, depth: int, profile: Profile) -> tuple[Scheme, Grid]:
 def _cost(scheme: Scheme, grid: Grid, out: Shape, depth: int, profile: Profile) -> float:
     """Multiply-adds that take as long as all that is done for a place and a pair of channels."""
     filled = sum(-(-channels // profile.lanes) * profile.lanes for channels in (out[1], depth))
-    multiplied = scheme.size**2 * grid.blocks * (grid.tiles + WEIGHT) / math.prod(out[2:])
+    multiplied = scheme.size**2 * grid.blocks * (grid.tiles + READ_WEIGHT) / math.prod(out[2:])
     return multiplied + TRANSFORM * filled / (out[1] * depth)
 
 
 def _direct(out: Shape) -> float:
     """The same where it is multiplied as it is written."""
-    return 9 * (1 + WEIGHT / math.prod(out[2:]))
+    return 9 * (1 + READ_WEIGHT / math.prod(out[2:]))
 
 
 WINOGRAD = Rule("winograd", _apply)

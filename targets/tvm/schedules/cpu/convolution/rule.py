@@ -7,10 +7,10 @@ import math
 import numpy as np
 
 from attnrewrite.errors import Refusal
-from attnrewrite.targets.tvm.schedules.cpu import strassen
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded
-from attnrewrite.targets.tvm.schedules.cpu.depthwise import Depthwise, DepthwiseTokens
+from attnrewrite.targets.tvm.schedules.cpu.convolution.depthwise import Depthwise, DepthwiseTokens
 from attnrewrite.targets.tvm.schedules.cpu.operands import FEWEST_LANES, side_by_side
+from attnrewrite.targets.tvm.schedules.cpu.strassen.rule import multiply_by_strassen
 from attnrewrite.targets.tvm.schedules.cpu.windows import Windows, pair, sides
 from attnrewrite.targets.tvm.schedules.expression import Arguments, Expression, Leaf, moved, ordered
 from attnrewrite.targets.tvm.schedules.graph import shape
@@ -71,7 +71,7 @@ def _tokens(call: Call, traced: Traced, assembly: Assembly, seen: View, weight: 
     )
     weights = np.ascontiguousarray(weight.reshape(channels, depth).T)
     out, epilogue, written = traced.out.permute((0, 2, 3, 1)), ordered(traced.epilogue, (0, 2, 3, 1)), shape(call.var)
-    if strassen.multiply(assembly, left, weights, out, epilogue, profile, written) is not None:
+    if multiply_by_strassen(assembly, left, weights, out, epilogue, profile, written) is not None:
         right = expanded(Leaf(View(weights, contiguous(weights.shape))), (batch, height, depth, channels))
         assembly.product(Leaf(left), right, depth, out, epilogue, profile, written)
     return assembly.kernel()

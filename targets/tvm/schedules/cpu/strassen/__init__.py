@@ -1,0 +1,1 @@
+"""Products with weights by Strassen's algorithm: what takes it, the algorithm as data, and the kernels of its steps."""
