@@ -1,8 +1,8 @@
 """Inputs that a check draws for itself: an example may hide what a model does, as an all-ones mask or a blank picture.
 
-One beside the example, in a batch of two where the batch is open. A third of it each is numbers of a kind: tokens that
-are weak, strong and as in the example attend to each other. Every element is drawn by itself, so that no two images,
-queries or keys are alike. Reproducible for a seed.
+Beside the example one more input is drawn, a batch of two images where the batch is open. A third of each image has
+values of each kind of KINDS, so that tokens that are weak, strong and as in the example attend to each other. Every
+element is drawn by itself: no two images, queries or keys are alike. Reproducible for a seed.
 """
 
 import math
@@ -18,26 +18,27 @@ from attnrewrite.errors import InputError
 
 @dataclass(frozen=True)
 class Draw:
-    """Inputs of a model, and what they are called where they show a difference.
+    """Inputs of a model, and the `name` by which messages refer to them.
 
-    `joins` makes the draws that it holds in one, which are to be tried one by one where the model does not take it.
-    `own`: nothing in it was drawn. `alone`: its last image by itself, where every input has its own for each image.
+    `parts` makes the draws that this one combines, to be tried one by one where the model does not take it.
+    `is_example`: nothing in it was drawn. `last_image`: the inputs of its last image alone; None where some input is
+    not given for each image by itself.
     """
 
     name: str
     inputs: tuple[Tensor, ...]
-    joins: Callable[[], Sequence["Draw"]] = tuple
-    own: bool = False
-    alone: tuple[Tensor, ...] | None = None
+    parts: Callable[[], Sequence["Draw"]] = tuple
+    is_example: bool = False
+    last_image: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a draw differs from the others: its images, the share of a mask that is turned over, and its numbers."""
+    """How a draw differs from the others: its images, the share of a mask's elements that are flipped, its numbers."""
 
     name: str
     images: int
-    turned: float
+    flipped: float
     numbers: str  # the example's own, in another order; "sparse" and weak; "one sign" and strong
 
 
@@ -78,12 +79,12 @@ def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tup
         return tuple(draw(kind.name, kind.images, (kind,), generator) for kind in KINDS)
 
     mixed = draw(MIXED, 2, KINDS, torch.Generator().manual_seed(seed))
-    return Draw("the example", example, own=True), replace(mixed, joins=of_each_kind)
+    return Draw("the example", example, is_example=True), replace(mixed, parts=of_each_kind)
 
 
-def together(draws: Sequence[Draw]) -> tuple[Draw, ...]:
-    """`draws` with the example as the first image of the batch of two that comes after it, so that it needs no run of
-    its own: where it is one image, and every input has its own for each image.
+def in_one_batch(draws: Sequence[Draw]) -> tuple[Draw, ...]:
+    """The two `draws` of `drawn` as one, which takes one run: the example as the first image of the batch of two. As
+    they are, where the example is not one image, or an input is not given for each image by itself.
     """
     example, two = draws
     pairs = list(zip(example.inputs, two.inputs, strict=True))
@@ -91,15 +92,15 @@ def together(draws: Sequence[Draw]) -> tuple[Draw, ...]:
         return tuple(draws)
     inputs = tuple(torch.cat([one, both[1:]]) for one, both in pairs)
     last = tuple(both[1:] for both in inputs)
-    return (Draw(f"{example.name} and {two.name}", inputs, lambda: draws, alone=last),)
+    return (Draw(f"{example.name} and {two.name}", inputs, lambda: draws, last_image=last),)
 
 
-def telling(draws: Sequence[Draw]) -> tuple[Tensor, ...]:
-    """The inputs to check arithmetic on: what was drawn, never a blank picture alone, and one image where that is told
-    from the example.
+def arithmetic_inputs(draws: Sequence[Draw]) -> tuple[Tensor, ...]:
+    """The inputs to check arithmetic on: what was drawn, as the example may be a blank picture; one image where it can
+    be taken apart from the example.
     """
     first = draws[0]
-    return draws[1].inputs if first.alone is None else first.alone
+    return draws[1].inputs if first.last_image is None else first.last_image
 
 
 def _open_sizes(value: object) -> Iterator[torch.SymInt]:
@@ -145,7 +146,7 @@ def _values(example: Tensor, tiled: Tensor, kind: _Kind, generator: torch.Genera
     mask = not picture and bool(((example == low) | (example == high)).all()) and bool(low != high)
     # floating-point numbers that could be a mask are drawn as one, and as any numbers
     if mask and (not example.is_floating_point() or kind.numbers == "own"):
-        return _turned(tiled, low, high, kind.turned, generator)
+        return _flipped(tiled, low, high, kind.flipped, generator)
     if not example.is_floating_point():
         least, most = (0, 255) if picture else (int(low), int(high))
         return torch.randint(least, most + 1, size, generator=generator).to(example.dtype)
@@ -174,12 +175,12 @@ def _numbers(example: Tensor, size: Sequence[int], kind: _Kind, generator: torch
     return finite.reshape(-1)[torch.randint(finite.numel(), size, generator=generator)]
 
 
-def _turned(mask: Tensor, low: Tensor, high: Tensor, share: float, generator: torch.Generator) -> Tensor:
+def _flipped(mask: Tensor, low: Tensor, high: Tensor, share: float, generator: torch.Generator) -> Tensor:
     """`mask` with that share of its elements at the other of its levels; the first of each row stays."""
-    turned = torch.rand(mask.shape, generator=generator) < share
+    flipped = torch.rand(mask.shape, generator=generator) < share
     if mask.dim() and mask.shape[-1] > 1:
-        turned[..., 0] = False
-    return torch.where(turned, torch.where(mask == low, high, low), mask)
+        flipped[..., 0] = False
+    return torch.where(flipped, torch.where(mask == low, high, low), mask)
 
 
 def _tiled(tensor: Tensor, size: list[int]) -> Tensor:

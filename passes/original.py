@@ -14,15 +14,15 @@ from torch.fx import GraphModule, Node
 from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import Draw
-from attnrewrite.passes.verify import HALF_STEPS, MOST_TURNED, Run, known_error, outputs, turned
+from attnrewrite.passes.verify import HALF_STEPS, MOST_MISMATCH, Run, discrete_mismatch, known_error, outputs
 from attnrewrite.passes.wide import Recording
 
 GRAPH_TOLERANCE = 1e-4  # the graph's operations are the model's own, but for the order of the sums in an einsum
 
 
-class Lasting(nn.Module):
-    """`module` by its `name`, each call of which is seen to leave its buffers and its inputs as they were. A call
-    raises InputError where it does not: the answer follows what the model was asked before.
+class CheckedStateless(nn.Module):
+    """`module`, called `name` in messages. A call raises InputError where it changes a buffer or an input: the answer
+    would depend on earlier calls.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -115,7 +115,7 @@ def agreement(
             why = first_line(error)
         if why is not None:
             refused[draw.name] = why
-            waiting.extendleft(reversed(draw.joins()))
+            waiting.extendleft(reversed(draw.parts()))
             continue
         runs.append(_run(recording, draw))
         difference = _difference(runs[-1].answer, answer)
@@ -133,7 +133,7 @@ def agreement(
         for run in runs:
             _require_repeatable(name, graph, run.draw)
     progress(len(runs) + len(refused), len(runs) + len(refused))
-    if all(run.draw.own for run in runs):
+    if all(run.draw.is_example for run in runs):
         raise InputError(
             f"{name} takes none of the inputs that were drawn to check it ({next(iter(refused.values()), 'none')}): "
             "give an example in which every input shows the values that it may have"
@@ -144,7 +144,7 @@ def agreement(
 def _no_answer(answer: Any, draw: Draw) -> str | None:
     """Why `draw` says nothing, where what it joins may say more: what was drawn last has no number for an answer."""
     said = all(bool(each[-1:].isfinite().any()) for each in outputs(answer) if each.dim() and each.numel())
-    return None if said or not draw.joins() else "the model answers with no number"
+    return None if said or not draw.parts() else "the model answers with no number"
 
 
 def _run(recording: Recording, draw: Draw) -> Run:
@@ -159,7 +159,9 @@ def _run(recording: Recording, draw: Draw) -> Run:
 
 def _difference(result: Any, answer: Any) -> float:
     found, wanted = outputs(result), outputs(answer)
-    if [each.shape for each in found] != [each.shape for each in wanted] or turned(result, answer) > MOST_TURNED:
+    if [each.shape for each in found] != [each.shape for each in wanted] or discrete_mismatch(
+        result, answer
+    ) > MOST_MISMATCH:
         return float("inf")
     return max((known_error(*pair) for pair in zip(found, wanted, strict=True)), default=0.0)
 

@@ -84,7 +84,9 @@ def rewriting_error(original: GraphModule, identity: GraphModule, run: Run) -> f
             take an image alone.
     """
     alone = (
-        None if run.draw.alone is None or roundings(original) else _error_alone(identity, run.draw.alone, run.answer)
+        None
+        if run.draw.last_image is None or roundings(original)
+        else _error_alone(identity, run.draw.last_image, run.answer)
     )
     if alone is not None and alone <= REWRITING_TOLERANCE:
         return alone

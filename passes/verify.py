@@ -20,7 +20,7 @@ from attnrewrite.site import AttentionSite, Scan
 IDENTITY_TOLERANCE = 1e-5  # float32 rounding of re-associated sums, relative to the largest element
 FLOAT64_TOLERANCE = 1e-3  # what float32 may lose against the same form in float64
 EXPORT_TOLERANCE = 1e-5
-MOST_TURNED = 0.01  # of a model's integers and truths, what rounding may turn where two scores are all but equal
+MOST_MISMATCH = 0.01  # of a model's integers and truths, what rounding may change where two scores are all but equal
 HALF_STEPS = 8  # roundings of half precision that a site's projections and form may add up to
 HALF = (torch.float16, torch.bfloat16)
 
@@ -217,7 +217,7 @@ def export_error(exported: GraphModule, module: GraphModule, inputs: tuple[Tenso
     found, wanted = (each(*inputs) for each in run)
     pairs = zip(outputs(found), outputs(wanted), strict=True)
     error = max((relative_error(*pair) for pair in pairs), default=0.0)
-    if turned(found, wanted) > MOST_TURNED:
+    if discrete_mismatch(found, wanted) > MOST_MISMATCH:
         error = math.inf
     if not error <= EXPORT_TOLERANCE:
         raise CheckFailedError(
@@ -232,7 +232,7 @@ def _in_half(module: GraphModule) -> bool:
     return any(isinstance(value, Tensor) and value.dtype in HALF for value in values)
 
 
-def turned(found: Any, wanted: Any) -> float:
+def discrete_mismatch(found: Any, wanted: Any) -> float:
     """The largest share of the integers, or of the truths, of a model's output that are not the same in both."""
     ones, others = _discrete(found), _discrete(wanted)
     if [each.shape for each in ones] != [each.shape for each in others]:

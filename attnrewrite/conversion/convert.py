@@ -21,8 +21,8 @@ from attnrewrite.frontends.batches import image_size_of, input_names, opened, re
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
+from attnrewrite.images.multiple_inputs import MultipleInputs, load_multiple_inputs
 from attnrewrite.images.pool import Pool
-from attnrewrite.images.several import Several, load_several
 from attnrewrite.passes.fx.join_heads import with_joined_heads
 from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.original import require_numbers
@@ -149,8 +149,8 @@ def calibration_images(source: Source, request: Calibration, seed: int) -> Image
             "alone: leave out --steps"
         )
     if len(names) > 1:
-        images = load_several(request.images, source.example_inputs, names)
-        assert isinstance(images.x, Several)
+        images = load_multiple_inputs(request.images, source.example_inputs, names)
+        assert isinstance(images.x, MultipleInputs)
         require_taken(source, images.x.values)
     else:
         images = load_images(request.images, request.skip_bad)
@@ -190,7 +190,7 @@ def _with_heads_joined(
     ids of the sites to keep.
     """
     scanned = scan_graph(captured.module, source.name)
-    apart = named_after(scanned.scan, source.own)
+    apart = named_after(scanned.scan, source.onnx_scan)
     kept = kept_sites(apart, keep)
     return with_joined_heads(replace(scanned, scan=apart), groups_without(apart, kept)), kept
 

@@ -12,10 +12,10 @@ from torch.fx import GraphModule
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.frontends.capture import Captured
 from attnrewrite.frontends.sources import Source
-from attnrewrite.passes.draws import Draw, drawn, together
+from attnrewrite.passes.draws import Draw, drawn, in_one_batch
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.in_batches import InBatches
-from attnrewrite.passes.original import Lasting, agreement
+from attnrewrite.passes.original import CheckedStateless, agreement
 from attnrewrite.passes.roundings import rewriting_error
 from attnrewrite.passes.verify import SiteError, compared_values, site_errors
 from attnrewrite.patterns.fx.graph import FxGraph
@@ -56,10 +56,10 @@ def prove(
     """
     graph, teacher = scanned.graph.module, with_softmax(scanned, sites)
     started = time.perf_counter()
-    model: nn.Module = Lasting(source.name, _runnable(source))
+    model: nn.Module = CheckedStateless(source.name, _runnable(source))
     model = model if captured.models_batch is None else InBatches(model, captured.models_batch)
     values = compared_values(teacher, scanned.scan)
-    draws = together(drawn(graph, source.example_inputs))
+    draws = in_one_batch(drawn(graph, source.example_inputs))
     agreed = agreement(source.name, model, graph, draws, values, partial(progress, "check the graph"))
     errors = site_errors(graph, teacher, scanned.scan, agreed.runs, partial(progress, "check the sites"))
     faults = {site: each.fault for site, each in errors.items() if each.fault is not None}

@@ -22,7 +22,7 @@ from attnrewrite.frontends.trust import remember
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.copying import quiet_copying
-from attnrewrite.passes.draws import drawn, telling, together
+from attnrewrite.passes.draws import arithmetic_inputs, drawn, in_one_batch
 from attnrewrite.passes.fx.deploy import DeploySites
 from attnrewrite.passes.verify import export_error
 from attnrewrite.plan import Plan
@@ -93,7 +93,7 @@ class Conversion:
 
     def _drawn(self) -> tuple[Tensor, ...]:
         """What files are held to the module on; of one image, where the program was traced with two."""
-        return telling(together(drawn(self.original, self.example_inputs)))
+        return arithmetic_inputs(in_one_batch(drawn(self.original, self.example_inputs)))
 
     def _write_page(self, folder: Path) -> None:
         """Write report.html, where its template engine is installed."""

@@ -14,7 +14,7 @@ from attnrewrite.errors import CheckFailedError
 from attnrewrite.frontends.capture import Captured
 from attnrewrite.frontends.examples import one_image
 from attnrewrite.images.pool import Pool
-from attnrewrite.passes.draws import telling
+from attnrewrite.passes.draws import arithmetic_inputs
 from attnrewrite.passes.verify import float64_errors
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned
@@ -69,7 +69,7 @@ class Replacement:
             halves = split(self.pool)
             given = StageInput(self.captured.module, teacher, student, *halves, self.execution, self.processes)
             stages = calibrate(given, self.steps)
-        return Replaced(student, selection, tuple(stages), float64_errors(student, telling(self.proof.draws)))
+        return Replaced(student, selection, tuple(stages), float64_errors(student, arithmetic_inputs(self.proof.draws)))
 
     def at_those_that_pass(
         self, sites: Sequence[AttentionSite], teacher: GraphModule

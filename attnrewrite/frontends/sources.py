@@ -89,7 +89,8 @@ class Source:
 
     `example_inputs` is what it runs on: [1, C, H, W] where attnrewrite made it. `origin` is how to load it again (of a
     converted folder: how to load the model it was converted from); None for what exists in memory only. `folder` is
-    the converted folder that it was read from, or None. `code` is the digest of the file whose code made it, NO_CODE
+    the converted folder that it was read from, or None. `onnx_scan` is what was found in the ONNX file that it was
+    imported from, by whose sites its own are named. `code` is the digest of the file whose code made it, NO_CODE
     where none did; None of a folder and of what exists in memory only. `labels` are the names of the classes, where the
     model's own configuration has them. `left_out` is what of a quantised file the model leaves out, as report.json has
     it.
@@ -102,7 +103,7 @@ class Source:
     preprocessing: Preprocessing | None = None
     origin: Origin | None = None
     folder: Path | None = None
-    own: Scan | None = None
+    onnx_scan: Scan | None = None
     code: str | None = None
     labels: tuple[str, ...] | None = None
     left_out: Mapping[str, float] | None = None
@@ -323,7 +324,7 @@ def _from_onnx(path: Path, checkpoint: str | None, size: Size | None) -> Source:
     loaded = load_file(path, size)
     origin = Origin(str(path.absolute()), input_size=size)
     lost = None if loaded.left_out is None else asdict(loaded.left_out)
-    source = Source(path.stem, loaded.module, None, loaded.inputs, origin=origin, own=loaded.scan, code=NO_CODE)
+    source = Source(path.stem, loaded.module, None, loaded.inputs, origin=origin, onnx_scan=loaded.scan, code=NO_CODE)
     return replace(source, left_out=lost)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from attnrewrite.images.dataset import Images
+from attnrewrite.images.multiple_inputs import MultipleInputs
 from attnrewrite.images.preprocessing import Preprocessing, Size
-from attnrewrite.images.several import Several
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ class Pool:
     def draw(self, indices: Tensor) -> tuple[Tensor, ...]:
         """The inputs for the images at `indices` [b]."""
         chosen = self.images.x[indices.numpy()]
-        return chosen.values if isinstance(chosen, Several) else (chosen.read(self.preprocessing, self.input_size),)
+        return (
+            chosen.values if isinstance(chosen, MultipleInputs) else (chosen.read(self.preprocessing, self.input_size),)
+        )
 
     @torch.no_grad()
     def outputs(self, model: GraphModule, device: str) -> Tensor:

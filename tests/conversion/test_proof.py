@@ -15,7 +15,7 @@ import attnrewrite as ar
 from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import load_source
-from attnrewrite.passes.draws import drawn, together
+from attnrewrite.passes.draws import drawn, in_one_batch
 from attnrewrite.passes.original import agreement
 from attnrewrite.passes.roundings import rewriting_error
 from attnrewrite.passes.verify import IDENTITY_TOLERANCE, Run, float64_errors, relative_error, rewritten_sites
@@ -129,7 +129,7 @@ def test_draws_that_a_model_does_not_take_as_one_batch_are_tried_one_by_one() ->
     draws = drawn(graph, alone)
     example, mixed = draws
     told: list[tuple[int, int]] = []
-    agreed = agreement("single", Single(), graph, together(draws), progress=lambda *far: told.append(far))
+    agreed = agreement("single", Single(), graph, in_one_batch(draws), progress=lambda *far: told.append(far))
     assert [run.draw.name for run in agreed.runs] == [
         "the example", "sparse values of both signs, 1 image", "large values of one sign, 1 image"
     ]  # fmt: skip
@@ -181,7 +181,7 @@ def test_the_model_with_softmax_re_emitted_is_run_as_a_whole(scale: float) -> No
     for model in (Odd(), Crowd()):
         alone = (TOKENS[0][:1],)
         graph = capture("odd", model, alone).module
-        (pair,) = together(drawn(graph, alone))
+        (pair,) = in_one_batch(drawn(graph, alone))
         wired = copy.deepcopy(graph)
         with torch.no_grad():
             wired.proj.weight.mul_(scale)
@@ -199,7 +199,7 @@ def test_a_graph_that_takes_no_image_alone_is_told() -> None:
             return super().forward(x).reshape(2, 9, 16)
 
     alone = (TOKENS[0][:1],)
-    (pair,) = together(drawn(capture("odd", Odd(), alone).module, alone))
+    (pair,) = in_one_batch(drawn(capture("odd", Odd(), alone).module, alone))
     graph = capture("pairs", Pairs(), TOKENS).module
     with pytest.raises(CheckFailedError, match="does not take one image, but the batch that it was checked with"):
         rewriting_error(graph, graph, Run.of(Recording(graph), pair))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.errors import InputError
-from attnrewrite.images.several import load_several
+from attnrewrite.images.multiple_inputs import load_multiple_inputs
 
 GENERATOR = torch.Generator().manual_seed(0)
 PICTURES = torch.randn(24, 3, 8, 8, generator=GENERATOR)
@@ -62,7 +62,7 @@ def test_an_iterable_and_a_file_hold_the_same(tmp_path: Path) -> None:
         tmp_path / "named.npz",
         str(tmp_path / "ordered.npz"),
     ]
-    found = [load_several(data, EXAMPLE, ("picture", "kept")) for data in given]
+    found = [load_multiple_inputs(data, EXAMPLE, ("picture", "kept")) for data in given]
     assert {(len(each), each.digest()) for each in found} == {(24, found[0].digest())}
 
 

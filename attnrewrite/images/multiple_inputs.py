@@ -1,4 +1,4 @@
-"""What a model of several inputs is calibrated with: one array for each of them, as the model takes them."""
+"""Calibration data of a model with several inputs: one tensor for each of them, as the model takes it."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ from attnrewrite.images.preprocessing import Preprocessing, Size
 
 
 @dataclass(frozen=True)
-class Several:
-    """A tensor [N, ...] for each input, in the order of the model's."""
+class MultipleInputs:
+    """A tensor [N, ...] for each of the model's inputs, in their order."""
 
     values: tuple[Tensor, ...]
 
@@ -29,9 +29,9 @@ class Several:
     def size(self) -> None:
         return None
 
-    def __getitem__(self, indices: np.ndarray) -> "Several":
+    def __getitem__(self, indices: np.ndarray) -> "MultipleInputs":
         places = torch.from_numpy(indices)
-        return Several(tuple(tensor[places] for tensor in self.values))
+        return MultipleInputs(tuple(tensor[places] for tensor in self.values))
 
     def digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -43,7 +43,7 @@ class Several:
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         """They were checked against the model's own inputs as they were loaded."""
 
-    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "tuple[Several, np.ndarray]":
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "tuple[MultipleInputs, np.ndarray]":
         return self, np.arange(len(self))
 
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
@@ -51,7 +51,7 @@ class Several:
         return self.values[0]
 
 
-def load_several(data: Any, example: Sequence[Tensor], names: Sequence[str]) -> Images:
+def load_multiple_inputs(data: Any, example: Sequence[Tensor], names: Sequence[str]) -> Images:
     """The inputs of a model that takes `example`, called `names`.
 
     An `.npz` holds an array [N, ...] for each input, under its name, or without names in the model's order. An iterable
@@ -81,7 +81,7 @@ def load_several(data: Any, example: Sequence[Tensor], names: Sequence[str]) -> 
     if len(set(counts.values())) > 1 or not len(values[0]):
         told = ", ".join(f"{count} of {name}" for name, count in counts.items())
         raise InputError(f"there must be as many of every input, and there are {told}")
-    return Images(Several(values))
+    return Images(MultipleInputs(values))
 
 
 def _read(path: Path, names: Sequence[str]) -> list[Tensor]:
