@@ -37,18 +37,20 @@ class Availability:
 
 @dataclass(frozen=True)
 class Artifact:
-    """What `lower` emitted, and how it was checked against the module.
+    """What `lower` emitted, and how it was checked against the module. None and empty fields: not known, or none.
 
-    `files` are relative to the folder `path`, and `size_bytes` is what all files below it take. `max_abs_error` is the
-    largest difference to the module's own outputs on the example inputs, in the outputs' unit, and `tolerance` the most
-    that was allowed; `check` says in words what was run to find out. `schedule` names what scheduled the operators;
-    `operators` says what became of each value of the graph, where the schedules are ours. `preprocessing` makes an
-    input of a picture, where the model takes pictures: where the input is an image itself, what is left is its size.
-    `labels` are what it answers with, where that is not numbers. `processor` is what the code is for, in its compiler's
-    words, and `runtime` what loads it: packages by version. `compression` is how its weights were made to take less,
-    `measured` how the model and the artifact did on images that were given. `instructions` are those that an emulator
-    counted in one call on one thread, `cycles` what the processor's compiler estimates for them. `precision` is what
-    its products are computed in, where a target lets one choose.
+    files: relative to the folder `path`; `size_bytes` is what all files below it take.
+    max_abs_error: the largest difference to the module's own outputs on the example inputs, in the outputs' unit;
+        `tolerance` is the most that was allowed, `check` says in words what was run to find out.
+    schedule: what scheduled the operators; `operators` says what became of each value, where the schedules are ours.
+    inputs, outputs: shapes and types.
+    preprocessing: from a picture to an input; where the input is an image itself, only its size is left to do.
+    labels: what the artifact answers with, where that is not numbers.
+    compression: how its weights were made to take fewer bytes.
+    measured: how the model and the artifact did on images, each an `Evaluation` as a dictionary.
+    processor: what the code is for, in its compiler's words; `runtime` what loads it, packages by version.
+    instructions: those of one call on one thread, counted by an emulator; `cycles` the compiler's estimate for them.
+    precision: what products are computed in, where the target lets one choose.
     """
 
     model: str
@@ -110,11 +112,12 @@ class Pricing:
 class Run:
     """A module in one runtime of a target, ready to be timed, or the reason why it does not run here.
 
-    `call` runs it once; None where it cannot be called here, for `reason`. `max_abs_error` is the largest difference to
-    the module's own outputs on the example inputs. `note` is what to know about how it was built; `estimate` is what
-    stands where it does not run, as are `instructions`, those that an emulator counted in one call, and `cycles`, what
-    the processor's compiler estimates for them. `seconds` are those of calls that a device elsewhere has timed by its
-    own clock: then there is no `call`, and nothing more to be timed.
+    call: runs it once; None where it cannot be called here, for `reason`.
+    max_abs_error: the largest difference to the module's own outputs on the example inputs.
+    note: what to know about how it was built.
+    estimate, instructions, cycles: what is known of its cost where it does not run, as in `Artifact`.
+    seconds: the calls that a device elsewhere has timed by its own clock; there is then no `call`, and nothing more to
+        be timed.
     """
 
     runtime: str
@@ -248,19 +251,13 @@ class Target:
         *,
         check: str,
         schedule: str,
-        notes: tuple[str, ...] = (),
         inputs: Sequence[np.ndarray] = (),
         outputs: Sequence[np.ndarray] = (),
-        operators: tuple[Decision, ...] = (),
-        labels: Labels | None = None,
-        compression: Compression | None = None,
-        processor: Mapping[str, Any] | None = None,
-        runtime: Mapping[str, str] | None = None,
-        instructions: int | None = None,
-        cycles: int | None = None,
-        precision: str | None = None,
+        **known: Any,
     ) -> Artifact:
-        """The record of what lies in `out` once it has been checked on `inputs`; it is written there, too."""
+        """The record of what lies in `out` once it has been checked on `inputs`, for which it gave `outputs`; it is
+        written there, too. `known` are further fields of `Artifact`.
+        """
         made = Artifact(
             model=name,
             target=self.name,
@@ -271,17 +268,9 @@ class Target:
             tolerance=agreement.tolerance,
             check=check,
             schedule=schedule,
-            notes=notes,
             inputs=ports(inputs),
             outputs=ports(outputs),
-            operators=operators,
-            labels=labels,
-            compression=compression,
-            processor=processor or {},
-            runtime=runtime or {},
-            instructions=instructions,
-            cycles=cycles,
-            precision=precision,
+            **known,
         )
         return recorded(made, out)
 

@@ -93,8 +93,12 @@ class Distance:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What a stage did: its seconds, the distance on the held-out images before and after, the process's peak memory in
-    bytes so far, remarks, the bytes that it wrote to temporary files, and its seconds on all processors together.
+    """What a stage did.
+
+    error, kl, agreement: the `Distance` on the held-out images, before and after.
+    peak_memory: the process's so far, in bytes; `spilled`: the bytes that the stage wrote to temporary files.
+    seconds: by the clock; `cpu_seconds`: on all processors together.
+    notes: remarks, a sentence each.
     """
 
     name: str
@@ -109,15 +113,6 @@ class StageReport:
     notes: tuple[str, ...] = ()
     spilled: int = 0
     cpu_seconds: float | None = None
-
-
-def stage_report(
-    name: str, seconds: float, before: Distance, after: Distance, notes: tuple[str, ...] = ()
-) -> StageReport:
-    return StageReport(
-        name, seconds, before.error, after.error, before.kl, after.kl, before.agreement, after.agreement,
-        peak_memory(), notes,
-    )  # fmt: skip
 
 
 def distance(given: StageInput) -> Distance:

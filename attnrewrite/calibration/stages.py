@@ -6,7 +6,7 @@ student. Stages are objects that change the student in place, and compose: each 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from attnrewrite.calibration.distill import Distillation
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.processes import placed
 from attnrewrite.calibration.reconstruct import Reconstruction
-from attnrewrite.calibration.stage import Stage, StageInput, StageReport, distance, stage_report
+from attnrewrite.calibration.stage import Stage, StageInput, StageReport, distance, peak_memory
 from attnrewrite.calibration.store import counted
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.pool import Pool
@@ -62,8 +62,12 @@ def run(given: StageInput, stages: Sequence[Stage]) -> list[StageReport]:
         after = distance(given)
         if not after.error < float("inf"):
             raise CheckFailedError(f"{stage.name}: NaN or infinity in the model's output; nothing was written")
-        report = stage_report(stage.name, seconds, before, after, notes)
-        reports.append(replace(report, spilled=spilled.bytes, cpu_seconds=cpu_seconds))
+        reports.append(
+            StageReport(
+                stage.name, seconds, before.error, after.error, before.kl, after.kl, before.agreement, after.agreement,
+                peak_memory(), notes, spilled.bytes, cpu_seconds,
+            )
+        )  # fmt: skip
         before = after
     return reports
 

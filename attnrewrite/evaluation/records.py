@@ -41,12 +41,16 @@ class Quantiles:
 class Row:
     """One model in one runtime of one target.
 
-    `latency_ms` is a time of this machine's clock where `status` is "measured", and what a target's model of its
-    device's costs says where it is "estimated" (p90: the end of its interval). `instructions` are those that an
-    emulator counted in one call on one thread, `cycles` what the processor's compiler estimates for them; where they
-    alone are known, the row is "estimated", too. `top1` and `agreement` (with the first model) are percentages, `macs`
-    multiply-adds for one image, `max_abs_error` the distance to the module's own outputs. None: not known. `note` says
-    why, and what to know.
+    None: not known.
+
+    latency_ms: by this machine's or the device's clock where `status` is "measured"; by the target's model of its
+        device's costs where it is "estimated" (p90: the end of its interval).
+    instructions: those of one call on one thread, counted by an emulator; `cycles` the compiler's estimate for them. A
+        row that has these alone is "estimated", too.
+    top1, agreement: percentages, the latter with the first model.
+    params, macs: parameters, and multiply-adds for one image.
+    max_abs_error: the largest difference to the module's own outputs.
+    note: why something is not known, and what else to know.
     """
 
     model: str

@@ -87,13 +87,14 @@ class Origin:
 class Source:
     """A model that was loaded: a module in evaluation mode, or an exported program, never both.
 
-    `example_inputs` is what it runs on: [1, C, H, W] where attnrewrite made it. `origin` is how to load it again (of a
-    converted folder: how to load the model it was converted from); None for what exists in memory only. `folder` is
-    the converted folder that it was read from, or None. `onnx_scan` is what was found in the ONNX file that it was
-    imported from, by whose sites its own are named. `code` is the digest of the file whose code made it, NO_CODE
-    where none did; None of a folder and of what exists in memory only. `labels` are the names of the classes, where the
-    model's own configuration has them. `left_out` is what of a quantised file the model leaves out, as report.json has
-    it.
+    example_inputs: what it runs on: [1, C, H, W] where attnrewrite made it.
+    origin: how to load it again (a converted folder: how to load its original); None for what exists in memory only.
+    folder: the converted folder that it was read from.
+    onnx_scan: what was found in the ONNX file that it was imported from, by whose sites its own are named.
+    code: the digest of the file whose code made it, NO_CODE where none did; None of a folder and of what exists in
+        memory only.
+    labels: the names of the classes, where the model's own configuration has them.
+    left_out: what of a quantised file the model leaves out, as report.json has it.
     """
 
     name: str
