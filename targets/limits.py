@@ -8,6 +8,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from attnrewrite.errors import InputError
+from attnrewrite.patterns.fx.operators import module_path
 
 TYPES = frozenset(
     {
@@ -25,7 +26,7 @@ def require_compilable(program: ExportedProgram, compiler: str, types: Collectio
     """
     for node in program.graph.nodes:
         for value in _tensors(node):
-            where = f"input {node.name!r}" if node.op == "placeholder" else f"{node.target} (node {node.name!r})"
+            where = f"input {node.name!r}" if node.op == "placeholder" else described(node)
             if not all(isinstance(size, int) for size in value.shape):
                 raise InputError(
                     f"{where} has a size that follows from values, and {compiler} compiles fixed sizes: take it out of "
@@ -39,6 +40,12 @@ def require_compilable(program: ExportedProgram, compiler: str, types: Collectio
     results = [argument for argument in program.graph.output_node().args[0] if isinstance(argument, Node)]
     if not any(_tensors(node) for node in results):
         raise InputError("the model gives no tensor: there is nothing to compile")
+
+
+def described(node: Node) -> str:
+    """A node by its operator, its name and the module that it stands in."""
+    inside = module_path(node)
+    return f"{node.target} (node {node.name!r}{f', in {inside}' if inside else ''})"
 
 
 def _tensors(node: Node) -> list[Tensor]:

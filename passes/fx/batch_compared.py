@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import Refusal
-from attnrewrite.passes.fx.batch_symbols import told
+from attnrewrite.passes.fx.batch_symbols import described
 
 
 class _NotABatchError(Exception):
@@ -26,16 +26,16 @@ def compare(module: GraphModule, wider: GraphModule, size: Node) -> Refusal | No
     twins = dict(pairs)
     for mine, theirs in pairs:
         if (mine.op, mine.op != "get_attr" and mine.target) != (theirs.op, theirs.op != "get_attr" and theirs.target):
-            return Refusal("other-operations", f"runs another operation with another batch at {told(mine)}")
+            return Refusal("other-operations", f"runs another operation with another batch at {described(mine)}")
         if mine.op == "get_attr" and not _same_tensor(module, mine, wider, theirs):
-            return Refusal("batch-in-constant", f"holds a tensor that was made for its batch at {told(mine)}")
+            return Refusal("batch-in-constant", f"holds a tensor that was made for its batch at {described(mine)}")
         if mine.op != "call_function":
             continue
         reader = _Reader(module, mine, size, small, large, twins)
         try:
             mine.args, mine.kwargs = reader.merged(mine.args, theirs.args), reader.merged(mine.kwargs, theirs.kwargs)
         except _NotABatchError as difference:
-            return Refusal("other-constants", f"computes with its batch at {told(mine)}: {difference}")
+            return Refusal("other-constants", f"computes with its batch at {described(mine)}: {difference}")
     return None
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import Refusal, first_line
 from attnrewrite.passes.copying import without_torch_logs
-from attnrewrite.passes.fx.batch_symbols import LostError, Symbolic, follows, open_axes, told
+from attnrewrite.passes.fx.batch_symbols import LostError, Symbolic, described, follows, open_axes
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.fx.operators import operator_name
 
@@ -64,7 +64,7 @@ def follow(module: GraphModule, inputs: Sequence[Tensor], batch: int, size: Node
         except LostError as lost:
             return lost.refusal(node)
         except Exception as error:  # operators raise many kinds
-            return Refusal("batch-refused", f"takes no other batch at {told(node)}: {first_line(error)}")
+            return Refusal("batch-refused", f"takes no other batch at {described(node)}: {first_line(error)}")
     return None
 
 

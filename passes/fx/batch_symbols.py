@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from attnrewrite.errors import Refusal, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.signature import is_open
-from attnrewrite.patterns.fx.operators import operator_name
+from attnrewrite.patterns.fx.operators import module_path, operator_name
 
 BATCH = Dim("batch", min=1)
 
@@ -44,11 +44,10 @@ def follows(value: object) -> bool:
     return any(open_axes(leaf) for leaf in tree_leaves(value))
 
 
-def told(node: Node) -> str:
+def described(node: Node) -> str:
     """A node by its name, its operator and the module that it stands in."""
-    paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    inside = next((path for path in reversed(paths) if path and "_empty" not in path), "")
-    return f"{node.name} ({operator_name(node)}{', in ' + inside if inside else ''})"
+    inside = module_path(node)
+    return f"{node.name} ({operator_name(node)}{f', in {inside}' if inside else ''})"
 
 
 class LostError(Exception):
@@ -59,7 +58,7 @@ class LostError(Exception):
         self.code = code
 
     def refusal(self, node: Node) -> Refusal:
-        return Refusal(self.code, f"{self} at {told(node)}")
+        return Refusal(self.code, f"{self} at {described(node)}")
 
 
 class Symbolic(Interpreter):
@@ -96,6 +95,6 @@ def with_sizes(module: GraphModule, inputs: Sequence[Tensor]) -> Refusal | None:
         except LostError as lost:
             return lost.refusal(node)
         except Exception as error:  # operators raise many kinds
-            return Refusal("batch-refused", f"takes no other batch at {told(node)}: {first_line(error)}")
+            return Refusal("batch-refused", f"takes no other batch at {described(node)}: {first_line(error)}")
         node.meta["val"] = value if node.op != "get_attr" else node.meta.get("val", value)
     return None

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import InputError
 from attnrewrite.patterns.fx.normalise import normalise
-from attnrewrite.patterns.fx.operators import FACTORIES, operator_name
+from attnrewrite.patterns.fx.operators import FACTORIES, module_path, operator_name
 from attnrewrite.patterns.graph import Operation
 from attnrewrite.patterns.softmaxes import softmax_by_hand
 
@@ -72,16 +72,11 @@ class FxGraph:
     def is_boolean(self, value: str) -> bool:
         return bool(self._nodes[value].meta["val"].dtype == torch.bool)
 
-    def is_output(self, value: str) -> bool:
-        return self._nodes[value].op == "output"
-
     def is_constant(self, value: str) -> bool:
         return self._is_constant[value]
 
     def scope(self, value: str) -> str:
-        stack = self._nodes[value].meta.get("nn_module_stack") or {}
-        paths = [path for path, _ in stack.values()]
-        return next((path for path in reversed(paths) if "_empty_nn_module_stack" not in path), "")
+        return module_path(self._nodes[value])
 
     def title(self, value: str) -> str:
         node = self._nodes[value]

@@ -81,3 +81,9 @@ def operator_name(node: Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
     return getattr(target, "__name__", str(target))
+
+
+def module_path(node: Node) -> str:
+    """The path of the innermost module that a node was traced in; empty where that is the model itself or not known."""
+    paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return next((path for path in reversed(paths) if path and "_empty_nn_module_stack" not in path), "")

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.targets.coreml import spelling
 from attnrewrite.targets.coreml.pipeline import LAYOUTS, coreml_pipeline
+from attnrewrite.targets.limits import described
 from attnrewrite.targets.pictures import COLORS
 from attnrewrite.targets.record import Labels
 
@@ -85,7 +86,7 @@ def convert(
             with quiet():
                 simpler = None if node is None or node.target in tried else spelling.without(program, node)
             if simpler is None:
-                subject = "the module" if node is None else spelling.told(node)
+                subject = "the module" if node is None else described(node)
                 raise InputError(f"coremltools cannot convert {subject}: {first_line(error)}") from error
             assert node is not None
             tried.add(node.target)

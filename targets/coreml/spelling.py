@@ -18,6 +18,7 @@ from attnrewrite.errors import InputError
 from attnrewrite.passes.fx.decompositions import either, in_others
 from attnrewrite.passes.fx.lacking import LACKING
 from attnrewrite.passes.fx.misread import WRITTEN_OUT
+from attnrewrite.targets.limits import described
 from attnrewrite.targets.prepare import canonical
 
 DEEPEST = 8  # a decomposition may itself be of what is lacking: so often at most
@@ -70,7 +71,7 @@ def _without_words(program: ExportedProgram) -> ExportedProgram:
 
 def _refused(node: fx.Node) -> InputError:
     return InputError(
-        f"coremltools has no operator {told(node)}: rewrite that part of the model, or lower for another target"
+        f"coremltools has no operator {described(node)}: rewrite that part of the model, or lower for another target"
     )
 
 
@@ -102,7 +103,7 @@ def _refuse_chance(program: ExportedProgram) -> None:
     module, (given, named) = program.module(), program.example_inputs
     once, again = (tree_leaves(module(*given, **named)) for _ in range(2))
     if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(once, again, strict=True)):
-        nodes = ", ".join(map(told, drawing))
+        nodes = ", ".join(map(described, drawing))
         raise InputError(f"its output is no function of its input: it draws random numbers with {nodes}")
 
 
@@ -132,15 +133,8 @@ def high_rank(error: BaseException, program: ExportedProgram) -> str | None:
     most, name, kind = layer.groups()
     # What coremltools makes of a node has the node's name, and more behind it where it makes several.
     nodes = [node for node in _operators(program) if name == node.name or name.startswith(f"{node.name}_")]
-    operator = told(max(nodes, key=lambda node: len(node.name))) if nodes else f"{kind} (layer {name!r})"
+    operator = described(max(nodes, key=lambda node: len(node.name))) if nodes else f"{kind} (layer {name!r})"
     return f"{operator} has more than the {most} axes that Core ML takes, and not in a way that fewer can say"
-
-
-def told(node: fx.Node) -> str:
-    """A node by its operator, its name and the module that it is of."""
-    modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
-    place = f", in {modules[-1]}" if modules else ""
-    return f"{node.target} (node {node.name!r}{place})"
 
 
 def _operators(program: ExportedProgram) -> list[Any]:

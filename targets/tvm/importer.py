@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.fx.decompositions import either, in_others
-from attnrewrite.targets.limits import require_compilable
+from attnrewrite.targets.limits import described, require_compilable
 from attnrewrite.targets.prepare import canonical, tensors_alone
 from attnrewrite.targets.tvm.written_out import ARITHMETIC, MISREAD, WRITTEN_OUT
 
@@ -78,8 +78,7 @@ def _refused(failure: _Untranslated) -> InputError:
     wide = getattr(node.meta.get("val"), "dtype", None) == torch.float64
     way_out = "compute there in float32" if wide else "rewrite that part of the model"
     return InputError(
-        f"TVM's importer has no operator {node.target} (node {node.name!r}){failure.reason}: "
-        f"{way_out}, or lower for another target"
+        f"TVM's importer has no operator {described(node)}{failure.reason}: {way_out}, or lower for another target"
     )
 
 
