@@ -65,21 +65,17 @@ def _match(softmax: Any) -> Attention | None:
     if scores.op is None or scores.op.op_type != "matmul" or len(readers) != 1 or len(scores.child_ops) != 1:
         return None
     first, last = scores.op, readers[0]
-    if last.op_type != "matmul" or last.inputs["x"] is not softmax.outputs[0] or _flag(last, "transpose_x"):
+    if last.op_type != "matmul" or last.inputs["x"] is not softmax.outputs[0] or views.flag(last, "transpose_x"):
         return None
-    query = _operand(first.inputs["x"], turned=_flag(first, "transpose_x"))
-    key = _operand(first.inputs["y"], turned=not _flag(first, "transpose_y"))
-    value = _operand(last.inputs["y"], turned=_flag(last, "transpose_y"))
+    query = _operand(first.inputs["x"], turned=views.flag(first, "transpose_x"))
+    key = _operand(first.inputs["y"], turned=not views.flag(first, "transpose_y"))
+    value = _operand(last.inputs["y"], turned=views.flag(last, "transpose_y"))
     if query is None or key is None or value is None:
         return None
     heads = query.index.shape[:2]
     if heads != key.index.shape[:2] or heads != value.index.shape[:2] or heads[1] > MOST_HEADS:
         return None
     return Attention(query, key, value, tuple(steps), last)
-
-
-def _flag(operation: Any, name: str) -> bool:
-    return operation.inputs.get(name) is not None and bool(operation.inputs[name].val)
 
 
 def _step(operation: Any, rank: int) -> tuple[str, np.ndarray] | None:

@@ -48,7 +48,7 @@ def view_of(variable: Any) -> tuple[views.View, Any] | None:
     moved = places(variable.shape) if views.is_static(variable) else None
     if moved is None:
         return None
-    found = _origin(variable)
+    found = views.unmoved(variable)
     seen = None if found is None else views.view(first(found.index, moved))
     return None if found is None or seen is None else (seen, found.base)
 
@@ -85,10 +85,6 @@ def _part_of(variable: Any) -> tuple[Any, list[int]] | None:
     return (whole, begin) if torch.equal(index, found.index) else None
 
 
-def _origin(variable: Any) -> views.Origin | None:
-    return views.origin(variable, lambda each: each.op is None or each.op.op_type not in views.MOVES)
-
-
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of `base`, [batch, channels, rows, columns], at flat `places` of its first channel."""
@@ -99,7 +95,7 @@ class Tokens:
 
 def tokens_of(variable: Any) -> Tokens | None:
     """What a variable [.., channels] has in the layout, in whatever order; None where it is not all of that."""
-    found = _origin(variable) if views.is_static(variable) else None
+    found = views.unmoved(variable) if views.is_static(variable) else None
     if found is None or found.base.rank != 4 or found.base.shape[1] != variable.shape[-1]:
         return None
     _, count, *image = found.base.shape

@@ -44,7 +44,7 @@ def lies(variable: Any) -> Order | None:
     """The variable's axes in the order in which they lie in what computed it; None where they lie as they are said."""
     if not views.is_static(variable) or variable.op is None or variable.op.op_type not in views.MOVES:
         return None
-    found = _origin(variable)
+    found = views.unmoved(variable)
     if found is None:
         return None
     long = [axis for axis, size in enumerate(variable.shape) if size > 1]
@@ -55,13 +55,9 @@ def lies(variable: Any) -> Order | None:
     return None if order == tuple(range(variable.rank)) or _view(variable, order) is None else order
 
 
-def _origin(variable: Any) -> views.Origin | None:
-    return views.origin(variable, lambda each: each.op is None or each.op.op_type not in views.MOVES)
-
-
 def _view(variable: Any, order: Order, rank: int | None = None) -> tuple[views.View, Any] | None:
     """The variable, with axes of one before it up to `rank`, put in `order`; None where that takes a transpose."""
-    found = _origin(variable) if views.is_static(variable) else None
+    found = views.unmoved(variable) if views.is_static(variable) else None
     if found is None:
         return None
     padded = found.index.reshape((1,) * ((rank or variable.rank) - variable.rank) + tuple(variable.shape))
@@ -188,8 +184,8 @@ def _product(operation: Any) -> Turned | None:
     if all(each is None for each in swaps.values()):
         return None
     left, right = (operation.inputs[name] if swaps[name] is None else swaps[name] for name in ("x", "y"))
-    turned_left = _flag(operation, "transpose_x") != (swaps["x"] is not None)
-    turned_right = _flag(operation, "transpose_y") != (swaps["y"] is not None)
+    turned_left = views.flag(operation, "transpose_x") != (swaps["x"] is not None)
+    turned_right = views.flag(operation, "transpose_y") != (swaps["y"] is not None)
     rank = operation.outputs[0].rank
     if swaps["x"] is not None and turned_left:
         made = Builder.matmul(x=right, y=left, transpose_x=not turned_right, transpose_y=False, before_op=operation)
@@ -206,10 +202,6 @@ def _swapped(operand: Any, before: Any) -> Any | None:
 
 def _swap(rank: int) -> Order:
     return (*range(rank - 2), rank - 1, rank - 2)
-
-
-def _flag(operation: Any, name: str) -> bool:
-    return operation.inputs.get(name) is not None and bool(operation.inputs[name].val)
 
 
 RULES: dict[str, Callable[[Any], Turned | None]] = {

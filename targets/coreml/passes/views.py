@@ -71,6 +71,16 @@ def origin(variable: Var, is_base: Callable[[Var], bool]) -> Origin | None:
     return Origin(variable, index)
 
 
+def unmoved(variable: Var) -> Origin | None:
+    """Where a variable comes from in what computed it, before all movement; None where that cannot be followed."""
+    return origin(variable, lambda each: each.op is None or each.op.op_type not in MOVES)
+
+
+def flag(operation: Any, name: str) -> bool:
+    """Whether an input of an operator that is true or false, such as `transpose_x`, is given as true."""
+    return operation.inputs.get(name) is not None and bool(operation.inputs[name].val)
+
+
 def _moved(operation: Any, index: Tensor) -> Any:
     given = {
         name: torch.from_numpy(np.array(variable.val))
