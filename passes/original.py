@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, first_line
+from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, Refusal, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import Draw
 from attnrewrite.passes.verify import HALF_STEPS, MOST_MISMATCH, Run, discrete_mismatch, known_error, outputs
@@ -105,30 +105,13 @@ def agreement(
         done = len(runs) + len(refused)
         progress(done, done + len(waiting))
         draw = waiting.popleft()
-        try:
-            with without_torch_logs():
-                answer = model(*draw.inputs)
-            why = _no_answer(answer, draw)
-        except AttnRewriteError:
-            raise
-        except Exception as error:  # a model refuses an input in its own words
-            why = first_line(error)
-        if why is not None:
-            refused[draw.name] = why
+        answer = _answer(model, draw)
+        if isinstance(answer, Refusal):
+            refused[draw.name] = answer.sentence
             waiting.extendleft(reversed(draw.parts()))
-            continue
-        runs.append(_run(recording, draw))
-        difference = _difference(runs[-1].answer, answer)
-        allowed = max(GRAPH_TOLERANCE, *(2 * HALF_STEPS * _rounding(each) for each in outputs(answer)), 0.0)
-        if not difference <= allowed:
-            _require_repeatable(name, graph, draw)
-            raise CheckFailedError(
-                f"{name}: the graph that torch.export captured differs from the model by {difference:.2e} (allowed "
-                f"{allowed:.0e}) on {draw.name}: something that follows the input or an earlier call (a branch, a "
-                "number taken out of a tensor, a cache) was frozen as the example had it; make forward follow its "
-                "inputs by tensors alone"
-            )
-        most = max(most, difference)
+        else:
+            runs.append(_run(recording, draw))
+            most = max(most, _require_agreement(name, graph, runs[-1], answer))
     if any(_draws_numbers(node) for node in graph.graph.nodes):
         for run in runs:
             _require_repeatable(name, graph, run.draw)
@@ -141,10 +124,34 @@ def agreement(
     return Agreement(most, tuple(runs), refused)
 
 
-def _no_answer(answer: Any, draw: Draw) -> str | None:
-    """Why `draw` says nothing, where what it joins may say more: what was drawn last has no number for an answer."""
-    said = all(bool(each[-1:].isfinite().any()) for each in outputs(answer) if each.dim() and each.numel())
-    return None if said or not draw.parts() else "the model answers with no number"
+def _answer(model: nn.Module, draw: Draw) -> Any | Refusal:
+    """What the model gives for `draw`, or why that says nothing: the model does not take it; or what was drawn last has
+    no number for an answer, where the parts of `draw` may have one.
+    """
+    try:
+        with without_torch_logs():
+            answer = model(*draw.inputs)
+        numbers = all(bool(each[-1:].isfinite().any()) for each in outputs(answer) if each.dim() and each.numel())
+    except AttnRewriteError:
+        raise
+    except Exception as error:  # a model refuses an input in its own words
+        return Refusal("not-taken", first_line(error))
+    return answer if numbers or not draw.parts() else Refusal("no-number", "the model answers with no number")
+
+
+def _require_agreement(name: str, graph: GraphModule, run: Run, answer: Any) -> float:
+    """How far the graph's answer is from the model's. Raises CheckFailedError where that is too far."""
+    difference = _difference(run.answer, answer)
+    allowed = max(GRAPH_TOLERANCE, *(2 * HALF_STEPS * _rounding(each) for each in outputs(answer)), 0.0)
+    if not difference <= allowed:
+        _require_repeatable(name, graph, run.draw)
+        raise CheckFailedError(
+            f"{name}: the graph that torch.export captured differs from the model by {difference:.2e} (allowed "
+            f"{allowed:.0e}) on {run.draw.name}: something that follows the input or an earlier call (a branch, a "
+            "number taken out of a tensor, a cache) was frozen as the example had it; make forward follow its "
+            "inputs by tensors alone"
+        )
+    return difference
 
 
 def _run(recording: Recording, draw: Draw) -> Run:
