@@ -63,14 +63,25 @@ def trace_projection(graph: GraphView, tracers: Tracers, side: Side, lead_axes: 
     return direct if exact.source is None else through[0]
 
 
-def _from_map(
-    graph: GraphView, strict: Tracer, side: Side, lead_axes: LeadAxes, tracer: Tracer
-) -> Projection | Untraced:
-    origin = tracer.trace(side.value)
-    if len(origin.sources) > 1:
-        return Untraced("several-sources", f"it is put together from {len(origin.sources)} tensors")
-    source, index, normalization = origin.sources[0], origin.index, None
-    operation = graph.operation(source)
+@dataclass(frozen=True)
+class _Origin:
+    """The map that makes an operand, the BatchNorm behind it if there is one, and which (channel, token) of its result
+    each element of the operand is, times `factor`.
+    """
+
+    operation: Operation
+    normalization: Normalization | None
+    channel: np.ndarray
+    token: np.ndarray
+    factor: float
+
+
+def _origin(graph: GraphView, strict: Tracer, tracer: Tracer, value: str) -> _Origin | Untraced:
+    """The map that makes an operand, through a BatchNorm by stored statistics."""
+    traced = tracer.trace(value)
+    if len(traced.sources) > 1:
+        return Untraced("several-sources", f"it is put together from {len(traced.sources)} tensors")
+    operation, normalization = graph.operation(traced.sources[0]), None
     if operation.kind == "norm" and operation.attributes["style"] == "batch":
         before = strict.trace(operation.inputs[0])
         if before.source is None:
@@ -79,18 +90,26 @@ def _from_map(
         if (np.moveaxis(channel, 1, -1) != np.arange(channel.shape[1])).any():
             return Untraced("mixed-channels", "its BatchNorm normalises other channels than those it projects to")
         normalization = Normalization(**{part: operation.attributes[part] for part in _BATCH_NORM})  # type: ignore[arg-type]
-        index = np.where(index == FILL, FILL, before.index.reshape(-1)[index])
-        source, operation = before.source, graph.operation(before.source)
+        index = np.where(traced.index == FILL, FILL, before.index.reshape(-1)[traced.index])
+        through_norm = Provenance((before.source,), (0,), index, 1.0, ())
+        operation = graph.operation(before.source)
     if operation.kind == "constant":
         return Untraced("constant", "it is a learned constant, not a projection of tokens")
     if not (is_map(graph, operation) or _is_convolution(graph, operation)):
         return Untraced("no-projection", f"it comes from {operation.name}, not from a linear map of parameters")
-    if normalization is None:
-        channel, token = tracer.coordinates(side.value)
-    else:
-        channel, token = coordinates(graph, Provenance((source,), (0,), index, 1.0, ()))
-    channels = side.lines(channel)[lead_axes.lead]
-    tokens = side.lines(token)[lead_axes.lead]
+    places = tracer.coordinates(value) if normalization is None else coordinates(graph, through_norm)
+    return _Origin(operation, normalization, *places, traced.factor)
+
+
+def _from_map(
+    graph: GraphView, strict: Tracer, side: Side, lead_axes: LeadAxes, tracer: Tracer
+) -> Projection | Untraced:
+    """The map that makes an operand, as far as `tracer` sees, with the rows and the tokens that the operand takes."""
+    origin = _origin(graph, strict, tracer, side.value)
+    if isinstance(origin, Untraced):
+        return origin
+    operation = origin.operation
+    channels, tokens = (side.lines(each)[lead_axes.lead] for each in (origin.channel, origin.token))
     if lead_axes.axis == "channel":
         channels, tokens = np.swapaxes(channels, 2, 3), np.swapaxes(tokens, 2, 3)
     rows = channels.max(axis=(0, 2))
@@ -110,7 +129,7 @@ def _from_map(
         rows=tuple(int(row) for row in rows.reshape(-1)),
         parameters=tuple(p for weight in operation.inputs[1:] for p in parameters_of(graph, weight)),
         transposed=bool(operation.attributes.get("transposed", False)),
-        normalization=normalization,
+        normalization=origin.normalization,
         factor=origin.factor,
         direct=read is not None,
     )

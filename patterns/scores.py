@@ -231,41 +231,46 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
         for user in graph.users(value):
             operation = graph.operation(user)
             step = (*path, user)
-            if operation.kind == "matmul":
-                others = [operand for operand in operation.inputs if operand != value]
-                if not others or graph.is_constant(others[0]):
-                    if others and graph.shape(user) == graph.shape(value) and user not in seen:
-                        seen.add(user)
-                        pending.append((user, step, True, obstacles))
-                    else:
-                        escape = True
-                else:
-                    products.append(ValuePath(user, value, others[0], path, talking, obstacles))
-            elif user in seen:
+            others = [operand for operand in operation.inputs if operand != value]
+            if operation.kind == "matmul" and others and not graph.is_constant(others[0]):
+                products.append(ValuePath(user, value, others[0], path, talking, obstacles))
+            elif operation.kind != "matmul" and user in seen:
                 joins.setdefault(user, []).append(step)
-            elif operation.kind == "move" and operation.inputs == (value,):
-                seen.add(user)
-                picked = f"probabilities are picked by {operation.name} at positions that depend on the data"
-                directed = operation.attributes.get("directed_by")
-                why = (Refusal("picked-probabilities", picked),) if directed else ()
-                pending.append((user, step, talking, (*obstacles, *why)))
-            elif operation.kind == "map" and math.prod(graph.shape(user)) == math.prod(graph.shape(value)):
-                seen.add(user)
-                harmless = constant_factor(graph, operation)
-                plain = (harmless is not None and harmless.factor == 1.0) or _clears_masked(graph, operation, softmax)
-                passed = f"probabilities pass through {operation.name}"
-                why = () if plain else (Refusal("changed-probabilities", passed),)
-                pending.append((user, step, talking, (*obstacles, *why)))
-            elif mixes_channels(graph, operation) or (
-                operation.kind == "norm" and graph.shape(user) == graph.shape(value)
-            ):
-                seen.add(user)
-                normalised = Refusal("normalised-probabilities", "probabilities pass through a normalisation")
-                why = () if operation.kind != "norm" else (normalised,)
-                pending.append((user, step, True, (*obstacles, *why)))
-            else:
+            elif user in seen or (passed := _passage(graph, operation, value, softmax)) is None:
                 escape = True
+            else:
+                seen.add(user)
+                pending.append((user, step, talking or passed.mixes_heads, (*obstacles, *passed.obstacles)))
     return Probabilities(tuple(replace(found, others=_others(found.path, joins)) for found in products), escape)
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """What an operation on the way of the probabilities does to them: `obstacles` say why no form can stand for it."""
+
+    mixes_heads: bool = False
+    obstacles: tuple[Refusal, ...] = ()
+
+
+def _passage(graph: GraphView, operation: Operation, value: str, softmax: str) -> _Passage | None:
+    """How probabilities at `value` pass through an operation; None where what it makes are no probabilities."""
+    keeps_shape = graph.shape(operation.value) == graph.shape(value)
+    if operation.kind == "matmul":  # with a constant
+        return _Passage(mixes_heads=True) if keeps_shape and operation.inputs != (value, value) else None
+    if operation.kind == "move" and operation.inputs == (value,):
+        if not operation.attributes.get("directed_by"):
+            return _Passage()
+        why = f"probabilities are picked by {operation.name} at positions that depend on the data"
+        return _Passage(obstacles=(Refusal("picked-probabilities", why),))
+    if operation.kind == "map" and math.prod(graph.shape(operation.value)) == math.prod(graph.shape(value)):
+        factor = constant_factor(graph, operation)
+        if (factor is not None and factor.factor == 1.0) or _clears_masked(graph, operation, softmax):
+            return _Passage()
+        why = f"probabilities pass through {operation.name}"
+        return _Passage(obstacles=(Refusal("changed-probabilities", why),))
+    if operation.kind == "norm" and keeps_shape:
+        return _Passage(True, (Refusal("normalised-probabilities", "probabilities pass through a normalisation"),))
+    return _Passage(mixes_heads=True) if mixes_channels(graph, operation) else None
 
 
 def _others(path: tuple[str, ...], joins: dict[str, list[tuple[str, ...]]]) -> tuple[tuple[str, ...], ...]:

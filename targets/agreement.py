@@ -15,17 +15,19 @@ FLOAT16 = 2.0**-10 * 16
 BFLOAT16 = 2.0**-7 * 16
 # What is stored in float16 keeps few digits below its smallest normal number, in whatever type it is handed over.
 STORED_FLOOR = {FLOAT16: 2.0**-14}
-ORDINARY = 2.0**-23 * 16  # what rounding alone costs in float32, of an output's largest value
-ROUNDING = 2.0**-12  # of it: what moves an output further than this in float32 is no rounding
-MOST = 2.0**-3  # of it: an output that rounding moves further is no answer
-STEP = 2.0**-7  # of it: a step of an integer of eight bits
+# All of the following are parts of an output's largest value.
+ORDINARY = 2.0**-23 * 16  # the error that rounding to float32 causes in most modules
+ROUNDING = 2.0**-12  # a larger error in float32 is not caused by rounding
+MOST = 2.0**-3  # the most that is ever allowed
+STEP = 2.0**-7  # a step of an integer of eight bits
 
 
 @dataclass(frozen=True)
 class Agreement:
     """The largest difference between an artifact's outputs and the module's, and the most that was allowed there.
 
-    `sensitivity`: how many times more rounding costs this module than others; 1 where that was not asked.
+    `sensitivity`: how many times the ORDINARY error the module itself has in float32, by which the tolerance was
+    widened; 1 where that was not needed.
     """
 
     max_abs_error: float
@@ -43,14 +45,15 @@ def agree(
     relative: float,
     exact: Exact | None = None,
 ) -> Agreement:
-    """Compare outputs. `relative` times the largest value of an output is the error allowed in it.
+    """Compare the outputs `found` of `subject` with `expected`, the module's own in float32. The error allowed in an
+    output is `relative` times its largest value.
 
-    Where that does not do, `exact` computes in float64 what `expected` is in float32: as many times as rounding moves
-    the module itself further than others (ORDINARY), the error may be larger, to `MOST` of the largest value.
+    Where that is exceeded and `exact` is given, which computes the module's outputs in float64, the tolerance is
+    widened by how many times the ORDINARY error the module itself has in float32, to MOST of the largest value.
 
     Raises:
-        CheckFailedError: an output of `subject` is missing, has another shape, is not finite or is too far off; the
-            message says so where the module's own output hangs on rounding (a choice among equal numbers).
+        CheckFailedError: an output is missing, has another shape, is not finite or is too far off; the message says so
+            where the module's own output depends on rounding (a choice among equal numbers).
     """
     if [array.shape for array in found] != [array.shape for array in expected]:
         raise CheckFailedError(
@@ -83,11 +86,11 @@ def agree_rounded(
 ) -> Agreement:
     """Compare outputs of two programs that round to integers of eight bits in the same places.
 
-    A number halfway between two integers falls to either for what float32 rounds before it. That is one step, but it
-    moves what is rounded next, so that after some layers two right programs differ by what rounding costs: the error
-    may be twice the distance of `expected` from `unrounded`, the outputs without it, or a STEP of an output's largest
-    value; `relative` of that value more, for what is not of integers; to MOST of it. A wrong scale is further off; that
-    kernels round and add exactly, their own tests say.
+    A number halfway between two integers may be rounded to either, as float32 errors before it decide. That is one
+    step, but it changes what is rounded next, so that after some layers two correct programs differ by about what
+    rounding to integers costs. Allowed are twice the distance of `expected` from `unrounded` (the outputs without
+    rounding to integers) or a STEP, whichever is more, and `relative` beside it for what is not of integers; MOST at
+    most. A wrong scale is further off than that; that kernels round and add exactly, their own tests check.
 
     Raises:
         CheckFailedError: as `agree`.

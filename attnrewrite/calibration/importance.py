@@ -34,8 +34,8 @@ Gradients = dict[str, Tensor]  # a node's name -> d answer / d its value, for on
 
 @dataclass(frozen=True)
 class Importance:
-    """The energy of the answer's gradient at each row of each branch's map, for each batch of this process; and its
-    mean over all rows of a branch.
+    """How much the model's answer depends on each row that a branch's map makes: the energy (sum of squares) of the
+    answer's gradient there, for each batch of this process; and its mean over all rows of a branch.
     """
 
     energy: Store
@@ -86,8 +86,9 @@ def _means(sums: Mapping[str, tuple[float, float]], processes: Processes) -> dic
 
 
 class Blocks:
-    """`module` in pieces, which end where least is live before each of the values called `names`: in so many `pieces`
-    of about as many of them, where that is given.
+    """`module` in pieces, differentiated one after the other from the last on: memory holds what is live between pieces
+    and the activations of one. A piece ends before each of the values called `names`, where least is live; there are
+    fewer, of about as many such values each, where a number of `pieces` is given.
     """
 
     def __init__(

@@ -35,10 +35,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Some `blocks` at a time, in network order: all their weights are trained, for the student's own stream before
-    them to become the teacher's streams, where each token counts as much as the teacher's answer depends on it. Then
-    the maps that end their branches are fitted again. (Li et al. 2021, BRECQ, reconstruct the blocks of quantised
-    networks.)
+    """Trains so many `blocks` at a time, in network order: from the student's own stream in front of them they learn to
+    give the teacher's streams behind each, where each token counts as much as the teacher's answer depends on it. Then
+    the maps that end their branches are fitted again in closed form. (Li et al. 2021, BRECQ, reconstruct the blocks of
+    quantised networks so.)
 
     Interrupted, it goes on from the last blocks that were whole. Where it ends worse on the held-out images than it
     began, nothing is changed.

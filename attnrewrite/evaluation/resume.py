@@ -14,10 +14,9 @@ from attnrewrite.targets.base import Target
 from attnrewrite.targets.prepare import arrays
 
 Key = tuple[str, str, str]  # model, target, runtime
-CHANGING = frozenset({"date", "models", "targets", "memory_bytes"})  # what two runs of one comparison may differ in
-PATIENCE = frozenset(
-    {"rpc_timeout", "emulation_s", "device_timeout", "development_team"}
-)  # options of targets that change nothing of what is built
+MAY_DIFFER = frozenset({"date", "models", "targets", "memory_bytes"})  # of the environments of two runs
+# Options of targets that change nothing of what is built and measured.
+WITHOUT_EFFECT = frozenset({"rpc_timeout", "emulation_s", "device_timeout", "development_team"})
 BEFORE = "measured in an earlier run, "
 
 
@@ -37,12 +36,12 @@ def fingerprint(module: nn.Module, inputs: Sequence[Tensor], sites: Sequence[Map
 
 
 def described(targets: Iterable[Target]) -> dict[str, str]:
-    """What is built for targets, and where it is measured, in words: their options, by their names."""
+    """The options of each target that decide what is built and where it is measured, as text, by the target's name."""
     return {
         target.name: " ".join(
             f"{name}={getattr(target, name)}"
             for name in target.options()
-            if name not in PATIENCE and getattr(target, name) is not None
+            if name not in WITHOUT_EFFECT and getattr(target, name) is not None
         )
         for target in targets
     }
@@ -66,7 +65,7 @@ def measured_before(earlier: Comparison | None, environment: Mapping[str, Any]) 
 
 
 def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in environment.items() if key not in CHANGING}
+    return {key: value for key, value in environment.items() if key not in MAY_DIFFER}
 
 
 def _dated(row: Row, date: str) -> Row:

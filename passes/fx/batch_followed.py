@@ -1,8 +1,8 @@
 """Which constants of a graph are its batch, told by following the images from the inputs to the outputs.
 
-An axis that follows the batch holds a digit for the image: `inner` elements of the axis lie behind it (windows that
-were folded in). A reshape keeps the place of the digit among all elements, so that the axis it goes to is known; for
-a batch of one, where the digit has no length, several axes may be meant, and each is tried.
+Where windows were folded into the batch, an axis is images times windows: it has the images as its slower part, and
+`inner` elements for each. A reshape keeps the order of the elements, so that the axis which holds the images behind it
+is known; of a batch of one, which has no length, it may be any of several, and each is tried.
 """
 
 import math
@@ -37,8 +37,8 @@ _LAST = 2**63 - 1  # the end of a slice that takes all
 
 
 @dataclass(frozen=True)
-class Digit:
-    """Where the image is: along `axis`, with `inner` elements of that axis behind it."""
+class ImageAxis:
+    """Where a tensor holds the images: along `axis`, with `inner` elements of that axis for each image."""
 
     axis: int
     inner: int = 1
@@ -75,18 +75,18 @@ class _Followed(Symbolic):
         super().__init__(module, inputs)
         self.graph_view = FxGraph(module)
         self.images, self.size, self.guesses = images, size, guesses
-        self.digits: dict[Node, Digit] = {}
+        self.image_axes: dict[Node, ImageAxis] = {}
 
     def take(self, node: Node) -> None:
         """Change the arguments of `node` where they hold the batch, and find its value."""
         if node.op in ("placeholder", "get_attr") or node is self.size:
             value = self.value(node)
             if follows(value):
-                self.digits[node] = Digit(0)
+                self.image_axes[node] = ImageAxis(0)
             return
         if node.op == "output":
             return
-        read = [operand for operand in node.all_input_nodes if operand in self.digits]
+        read = [operand for operand in node.all_input_nodes if operand in self.image_axes]
         if not read or operator_name(node) in _MADE:
             self.value(node)
             return
@@ -94,82 +94,82 @@ class _Followed(Symbolic):
         value = self._mended(node, read)
         self._note(node, value, read, known)
 
-    def _known_place(self, node: Node) -> Digit | None:
+    def _known_place(self, node: Node) -> ImageAxis | None:
         """Where an operation on the order of the elements takes the image to; its sizes are changed for that."""
         name, source = operator_name(node), node.args[0] if node.args else None
         if name in _JOINS and isinstance(source, list | tuple):
             return self._joined(node, source)
-        if not isinstance(source, Node) or source not in self.digits:
+        if not isinstance(source, Node) or source not in self.image_axes:
             return None
-        digit = self.digits[source]
+        image_axis = self.image_axes[source]
         if name == "expand":
-            node.args = (source, _kept(node.args[1], digit.axis - len(_old(source))), *node.args[2:])  # type: ignore[arg-type]
-            return Digit(digit.axis + len(_old(node)) - len(_old(source)), digit.inner)
+            node.args = (source, _kept(node.args[1], image_axis.axis - len(_old(source))), *node.args[2:])  # type: ignore[arg-type]
+            return ImageAxis(image_axis.axis + len(_old(node)) - len(_old(source)), image_axis.inner)
         if name == "getitem":
-            return digit
+            return image_axis
         if name in _PARTS:
-            return self._part(node, source, digit)
+            return self._part(node, source, image_axis)
         if name not in _ORDERED:
             return None
-        place = self._place(_old(source), digit, _old(node))
+        place = self._place(_old(source), image_axis, _old(node))
         if name in _SIZED or name == "unflatten":
             sizes = [-1 if axis == place.axis else length for axis, length in enumerate(_old(node))]
             node.target, node.args, node.kwargs = aten.reshape.default, (source, sizes), {}
         return place
 
-    def _joined(self, node: Node, parts: Sequence[Any]) -> Digit | None:
+    def _joined(self, node: Node, parts: Sequence[Any]) -> ImageAxis | None:
         """The image where parts are joined along the axis that it is in: as far behind as in each of them."""
-        digits = {self.digits.get(part) for part in parts}
+        places = {self.image_axes.get(part) for part in parts}
         dim = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)) % len(_old(node))  # type: ignore[arg-type]
-        digit = digits.pop() if len(digits) == 1 else None
-        return digit if digit is not None and digit.axis == dim else None
+        image_axis = places.pop() if len(places) == 1 else None
+        return image_axis if image_axis is not None and image_axis.axis == dim else None
 
-    def _part(self, node: Node, source: Node, digit: Digit) -> Digit:
+    def _part(self, node: Node, source: Node, image_axis: ImageAxis) -> ImageAxis:
         """Let what takes parts of an axis along which the images are take the same parts of any number of them."""
         given: dict[str, Any] = dict(zip(_PARTS[operator_name(node)], node.args[1:], strict=False)) | node.kwargs
-        axis, length = int(given.get("dim", 0)) % len(_old(source)), _old(source)[digit.axis]
-        if axis != digit.axis:
-            return digit
+        axis, length = int(given.get("dim", 0)) % len(_old(source)), _old(source)[image_axis.axis]
+        if axis != image_axis.axis:
+            return image_axis
         if "split_sizes" in given or "split_size" in given:
             sizes = given.get("split_sizes") or [given["split_size"]] * -(-length // given["split_size"])
             node.target = aten.split_with_sizes.default
-            node.args, node.kwargs = (source, [self._of_any(node, each, digit) for each in sizes], axis), {}
-            return digit
+            node.args, node.kwargs = (source, [self._of_any(node, each, image_axis) for each in sizes], axis), {}
+            return image_axis
         bounds = given.get("start") or 0, _LAST if given.get("end") is None else given["end"]
         start, end = (each + length if each < 0 else each for each in bounds)
         if given.get("step", 1) != 1:
             raise LostError("batch-split", "takes some of the images")
-        ends = [self._of_any(node, start, digit), _LAST if end >= length else self._of_any(node, end, digit)]
+        ends = [self._of_any(node, start, image_axis), _LAST if end >= length else self._of_any(node, end, image_axis)]
         node.args, node.kwargs = (source, axis, *ends), {}
-        return digit
+        return image_axis
 
-    def _of_any(self, node: Node, count: int, digit: Digit) -> Node | int:
+    def _of_any(self, node: Node, count: int, image_axis: ImageAxis) -> Node | int:
         """`count` elements of an axis, which are all images so many times, for as many images as there are."""
-        times, rest = divmod(count, self.images * digit.inner)
+        times, rest = divmod(count, self.images * image_axis.inner)
         if rest:
             raise LostError("batch-split", "takes some of the images")
         if times == 0:
             return 0
         with node.graph.inserting_before(node):
-            made = node.graph.call_function(operator.mul, (self.size, times * digit.inner))
+            made = node.graph.call_function(operator.mul, (self.size, times * image_axis.inner))
         self.value(made)
         return made
 
-    def _place(self, before: Sequence[int], digit: Digit, after: Sequence[int]) -> Digit:
+    def _place(self, before: Sequence[int], image_axis: ImageAxis, after: Sequence[int]) -> ImageAxis:
         """The axis of `after`, the same elements as `before`, that the image is in now."""
-        behind = digit.inner * math.prod(before[digit.axis + 1 :])
-        beside = before[digit.axis + 1] if digit.axis + 1 < len(before) and digit.inner == 1 else None
-        found: list[tuple[int, Digit]] = []
+        behind = image_axis.inner * math.prod(before[image_axis.axis + 1 :])
+        beside = before[image_axis.axis + 1] if image_axis.axis + 1 < len(before) and image_axis.inner == 1 else None
+        found: list[tuple[int, ImageAxis]] = []
         for axis, length in enumerate(after):
             whole, rest = divmod(behind, max(1, math.prod(after[axis + 1 :])))
             if whole and not rest and length % (whole * self.images) == 0:
-                found.append((_unlikely(length // self.images, whole, beside), Digit(axis, whole)))
+                found.append((_unlikely(length // self.images, whole, beside), ImageAxis(axis, whole)))
         if not found:
             raise LostError("batch-split", f"makes {list(after)} of {list(before)}, which takes images apart")
         found.sort(key=lambda each: each[0])
         if len(found) == 1 or (found[0][0] == 0 and found[1][0] > 0):
             return found[0][1]
-        key = (tuple(before), digit, tuple(after))
+        key = (tuple(before), image_axis, tuple(after))
         self.guesses.met[key] = len(found)
         return found[self.guesses.chosen.get(key, 0)][1]
 
@@ -190,20 +190,24 @@ class _Followed(Symbolic):
     def _make_for_any(self, node: Node, read: Sequence[Node]) -> bool:
         """Whether some operand of `node` that does not follow the batch was replaced by one that does."""
         follower = max(read, key=lambda each: len(_old(each)))
-        digit, size = self.digits[follower], _old(follower)
+        image_axis, size = self.image_axes[follower], _old(follower)
         joins = operator_name(node) in (*_JOINS, "stack")
         indices = _indices(node, follower)
         changed = False
         for operand in list(node.all_input_nodes):
-            if operand in self.digits or not _old(operand):
+            if operand in self.image_axes or not _old(operand):
                 continue
-            axis = digit.axis if joins else digit.axis - len(size) + len(_old(operand))
+            axis = image_axis.axis if joins else image_axis.axis - len(size) + len(_old(operand))
             axis = 0 if operand in indices else axis
-            if axis < 0 or axis >= len(_old(operand)) or _old(operand)[axis] != size[digit.axis]:
+            if axis < 0 or axis >= len(_old(operand)) or _old(operand)[axis] != size[image_axis.axis]:
                 continue
-            numbers = operand in indices[digit.axis : digit.axis + 1]
-            length = size[digit.axis]
-            many = self._numbered(node, operand) if numbers else self._for_any(node, operand, axis, length, digit.inner)
+            numbers = operand in indices[image_axis.axis : image_axis.axis + 1]
+            length = size[image_axis.axis]
+            many = (
+                self._numbered(node, operand)
+                if numbers
+                else self._for_any(node, operand, axis, length, image_axis.inner)
+            )
             node.replace_input_with(operand, many)
             changed = True
         return changed
@@ -219,7 +223,7 @@ class _Followed(Symbolic):
         for made in (counted, many):
             made.meta = {**operand.meta}
             self.value(made)
-        self.digits[many] = Digit(0)
+        self.image_axes[many] = ImageAxis(0)
         return many
 
     def _constant(self, node: Node, operand: Node) -> Tensor:
@@ -247,16 +251,16 @@ class _Followed(Symbolic):
             if made is not operand:
                 made.meta = {**operand.meta}
                 self.value(made)
-        self.digits[many] = Digit(axis, part)
+        self.image_axes[many] = ImageAxis(axis, part)
         return many
 
-    def _note(self, node: Node, value: Any, read: Sequence[Node], known: Digit | None) -> None:
+    def _note(self, node: Node, value: Any, read: Sequence[Node], known: ImageAxis | None) -> None:
         """Remember where the image is in `value`, having seen that nothing but the batch changed in its size."""
         if not isinstance(value, Tensor):
             leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             if not leaves or not all(open_axes(leaf) for leaf in leaves):
                 raise LostError("batch-split", "takes images apart")
-            self.digits[node] = known or self._carried(open_axes(leaves[0])[0], _olds(node)[0], read)
+            self.image_axes[node] = known or self._carried(open_axes(leaves[0])[0], _olds(node)[0], read)
             return
         axes, old = open_axes(value), _old(node)
         if not axes:
@@ -269,15 +273,15 @@ class _Followed(Symbolic):
         if grown or old[axes[0]] % self.images:
             raise LostError("batch-split", "gives sizes that do not follow the batch")
         if known is not None and known.axis == axes[0]:
-            self.digits[node] = known
+            self.image_axes[node] = known
         else:
-            self.digits[node] = self._carried(axes[0], old, read)
+            self.image_axes[node] = self._carried(axes[0], old, read)
 
-    def _carried(self, axis: int, old: Sequence[int], read: Sequence[Node]) -> Digit:
+    def _carried(self, axis: int, old: Sequence[int], read: Sequence[Node]) -> ImageAxis:
         """The image where no order changed: as in an operand whose axis is as long, outermost where there is none."""
         part = old[axis] // self.images
-        alike = (self.digits[each].inner for each in read if _old(each)[self.digits[each].axis] == old[axis])
-        return Digit(axis, min(part, next(alike, part)))
+        alike = (self.image_axes[each].inner for each in read if _old(each)[self.image_axes[each].axis] == old[axis])
+        return ImageAxis(axis, min(part, next(alike, part)))
 
 
 def _olds(node: Node) -> list[list[int]]:

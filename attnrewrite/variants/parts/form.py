@@ -44,13 +44,15 @@ class Form(nn.Module):
         """
 
     def searched(self) -> list[nn.Parameter]:
-        """The parameters that no closed form gives: a fit searches them by descent, from what `refine` left, for
-        softmax's output. By default none.
+        """The parameters that have no closed form: after `refine`, calibration searches them by descent, so that the
+        form's output comes close to softmax's. By default none.
         """
         return []
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
-        """What this form makes of the tokens, for pictures: each map's name, and [B, maps, tokens]. By default none."""
+        """Numbers for each token that show what the form attends to, for `explain --image`: by name, [B, maps, tokens]
+        (a map for each head, or one). By default none.
+        """
         return {}
 
     def resolved(self) -> dict[str, Any]:
@@ -58,12 +60,12 @@ class Form(nn.Module):
         return {}
 
     def deploy(self) -> "Form":
-        """The form that stands in a lowered model: what only training needs is folded or hardened away."""
+        """The form as it is exported and lowered, without what only training needs (such as soft choices)."""
         return self
 
     def foldable_maps(self) -> "FoldableMaps | None":
-        """This form, taken apart from the linear maps at its ends, which projections can hold; None where it has none.
-        The form itself is not changed.
+        """This form split into a form without its outer linear maps, and these maps, which projections can hold; None
+        where it has none. The form itself is not changed.
         """
         return None
 
@@ -84,8 +86,8 @@ class FoldableMaps:
 
 
 def summed_with(form: Form, heads: Heads) -> Tensor:
-    """The weights with which a form sums the values, [B, H, N, M]: what it makes of values that are each other's 0 and
-    their own 1. For forms that are linear in the value.
+    """The weights with which a form sums the values, [B, H, N, M]: its output for the identity matrix as values. For
+    forms that are linear in the value.
     """
     batch, count, keys, _ = heads.value.shape
     own = torch.eye(keys, dtype=heads.value.dtype, device=heads.value.device)
