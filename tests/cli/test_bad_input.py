@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -99,6 +100,7 @@ def given(tmp_path_factory: pytest.TempPathFactory, models_file: Path) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input(given: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     line, exit_code, message = CASES[case]
+    monkeypatch.setattr("attnrewrite.cli.output.WORTH_A_LINE", math.inf)  # no progress is told on a slow machine
     monkeypatch.chdir(given)
     before = contents(given)
     code = main([*line.split(), "--json"])
