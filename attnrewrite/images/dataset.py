@@ -295,9 +295,14 @@ def _from_folder(folder: Path, skip_bad: bool) -> Images:
         raise InputError(f"cannot read {folder}: {error.strerror}") from error
     paths = [path for each in found for path in each]
     if flat and paths:
-        raise InputError(f"{folder} holds both images and folders of images: which labels are meant is not clear")
+        raise InputError(
+            f"{folder} holds both images and folders of images: move the images into one of "
+            "these, or out of the folder, so that it is clear which labels are meant"
+        )
     if not flat and not paths:
-        raise InputError(f"{folder} holds no images ({', '.join(PICTURES)}), neither in it nor one folder below")
+        raise InputError(
+            f"{folder} holds no images ({', '.join(PICTURES)}), in it or one folder below: give one that does"
+        )
     for path in () if skip_bad else flat or paths:
         check_picture(path)
     if flat:

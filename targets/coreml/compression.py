@@ -114,7 +114,10 @@ def compress(path: Path, method: str) -> Compression:
             smaller.save(str(made))
         except Exception as error:  # coremltools raises what its parts raise
             package.require_written(error, path.parent)
-            raise InputError(f"coremltools cannot compress the package by {method}: {first_line(error)}") from error
+            raise InputError(
+                f"coremltools cannot compress the package by {method} ({first_line(error)}): "
+                "choose another way to --compress"
+            ) from error
         weights = compare(original, interpreter.load(made), method)
         shutil.rmtree(path)
         shutil.copytree(made, path)

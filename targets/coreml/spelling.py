@@ -104,7 +104,9 @@ def _refuse_chance(program: ExportedProgram) -> None:
     once, again = (tree_leaves(module(*given, **named)) for _ in range(2))
     if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(once, again, strict=True)):
         nodes = ", ".join(map(described, drawing))
-        raise InputError(f"its output is no function of its input: it draws random numbers with {nodes}")
+        raise InputError(
+            f"its output is no function of its input: it draws random numbers with {nodes}; make forward repeatable"
+        )
 
 
 def written_out(program: ExportedProgram, operators: Collection[Any]) -> ExportedProgram | None:

@@ -70,7 +70,10 @@ def readable(program: ExportedProgram) -> tuple[ExportedProgram, Any]:
             if failure.node.target not in written:
                 raise _refused(failure) from failure
             table = either(written, table)
-    raise InputError(f"TVM cannot import the module: its operators are written out more than {DEEPEST} times over")
+    raise InputError(
+        f"TVM cannot import the module: its operators are written out more than {DEEPEST} times over; "
+        "lower for another target"
+    )
 
 
 def _refused(failure: _Untranslated) -> InputError:
@@ -116,7 +119,7 @@ def _translated(program: ExportedProgram) -> Any:
     except _Untranslated:
         raise
     except Exception as error:
-        raise InputError(f"TVM cannot import the module: {first_line(error)}") from error
+        raise InputError(f"TVM cannot import the module ({first_line(error)}): lower for another target") from error
 
 
 def _require_same(node: Node, made: Any) -> None:

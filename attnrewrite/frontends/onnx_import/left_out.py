@@ -43,7 +43,7 @@ def left_out(graph: OnnxGraph, inputs: tuple[Tensor, ...]) -> LeftOut | None:
     if not graph.roundings:
         return None
     model, own = graph.quantised, len(graph.quantised.graph.outputs)
-    made = run(_telling(model, graph.roundings), inputs)
+    made = run(_showing_shares(model, graph.roundings), inputs)
     answer, shares = made[:own], made[own:]
     exact, noisy = run(graph.source, inputs), run(without(model, graph.roundings, _with_noise), inputs)
     found = LeftOut(
@@ -78,7 +78,7 @@ def _with_noise(rounded: ir.Value, source: ir.Value) -> ir.Value:
     return total
 
 
-def _telling(model: ir.Model, roundings: Sequence[Rounding]) -> ir.Model:
+def _showing_shares(model: ir.Model, roundings: Sequence[Rounding]) -> ir.Model:
     """A copy whose results are followed by the share of each pair's numbers that it moves by more than half a step."""
     result = model.clone()
     values = {value.name: value for node in result.graph for value in node.outputs}

@@ -127,11 +127,13 @@ def _text(
     if miss is not None:
         return miss.name, (f"near miss: {miss.code}", miss.anchor)
     made = [value for value in box.values if not graph.is_constant(value)]
-    kinds = listed((f"{count} {name}" if count > 1 else name for name, count in _telling(graph, box, counts)), ROOM - 3)
+    kinds = listed(
+        (f"{count} {name}" if count > 1 else name for name, count in _most_work_first(graph, box, counts)), ROOM - 3
+    )
     return box.name or "the model itself", (kinds, f"→ {shapes(made[-1])}" if made else "")
 
 
-def _telling(graph: GraphView, box: Box, counts: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
+def _most_work_first(graph: GraphView, box: Box, counts: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
     """The counts with what computes first and what only moves data last."""
     movement = {graph.operation(value).name for value in box.values if graph.operation(value).kind == "move"}
     weighty = {
