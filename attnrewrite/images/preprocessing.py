@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attnrewrite.errors import InputError
 
-INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "lanczos")
 Size = tuple[int, int, int]  # channels, height, width
 LARGEST_INPUT = 1 << 28  # numbers in one image, a gigabyte of float32: no attention takes more
 
@@ -21,7 +20,8 @@ class Preprocessing:
     """(x / 255 - mean) / std per channel (a single number serves every channel), for x in 0..255.
 
     Pictures of another size are resized, keeping their shape, until the model's input is `crop` of them on the side
-    that fits, and cropped at the centre: timm's evaluation transform. `interpolation` is one of INTERPOLATIONS.
+    that fits, and cropped at the centre: timm's evaluation transform. `interpolation` is a name of
+    PIL.Image.Resampling, in lower case.
     A model of `channels_last` takes [B, H, W, C]; one of a whole-number `dtype` takes the pixels themselves.
     """
 

@@ -250,12 +250,6 @@ def module_with_weights(m: Any, x: Tensor) -> Tensor:
     return m.attention(x, x, x, attn_mask=~NEAR, need_weights=True)[0]
 
 
-def module_cross(m: Any, x: Tensor) -> Tensor:
-    memory = m.encode(x[:, :5])
-    memory = memory + F.scaled_dot_product_attention(memory, memory, memory)
-    return m.attention(x, memory, memory, need_weights=False)[0]
-
-
 def attention_parts(**options: Any) -> dict[str, Any]:
     return {"attention": nn.MultiheadAttention(WIDTH, HEADS, **options)}
 
