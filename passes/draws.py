@@ -20,14 +20,14 @@ from attnrewrite.errors import InputError
 class Draw:
     """Inputs of a model, and the `name` by which messages refer to them.
 
-    `parts` makes the draws that this one combines, to be tried one by one where the model does not take it.
+    `fallbacks` makes the draws that are to be tried one by one where the model does not take this one.
     `is_example`: nothing in it was drawn. `last_image`: the inputs of its last image alone; None where some input is
     not given for each image by itself.
     """
 
     name: str
     inputs: tuple[Tensor, ...]
-    parts: Callable[[], Sequence["Draw"]] = tuple
+    fallbacks: Callable[[], Sequence["Draw"]] = tuple
     is_example: bool = False
     last_image: tuple[Tensor, ...] | None = None
 
@@ -79,7 +79,7 @@ def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tup
         return tuple(draw(kind.name, kind.images, (kind,), generator) for kind in KINDS)
 
     mixed = draw(MIXED, 2, KINDS, torch.Generator().manual_seed(seed))
-    return Draw("the example", example, is_example=True), replace(mixed, parts=of_each_kind)
+    return Draw("the example", example, is_example=True), replace(mixed, fallbacks=of_each_kind)
 
 
 def in_one_batch(draws: Sequence[Draw]) -> tuple[Draw, ...]:

@@ -108,7 +108,7 @@ def agreement(
         answer = _answer(model, draw)
         if isinstance(answer, Refusal):
             refused[draw.name] = answer.sentence
-            waiting.extendleft(reversed(draw.parts()))
+            waiting.extendleft(reversed(draw.fallbacks()))
         else:
             runs.append(_run(recording, draw))
             most = max(most, _require_agreement(name, graph, runs[-1], answer))
@@ -126,7 +126,7 @@ def agreement(
 
 def _answer(model: nn.Module, draw: Draw) -> Any | Refusal:
     """What the model gives for `draw`, or why that says nothing: the model does not take it; or what was drawn last has
-    no number for an answer, where the parts of `draw` may have one.
+    no number for an answer, where one of the fallbacks may have one.
     """
     try:
         with without_torch_logs():
@@ -136,7 +136,7 @@ def _answer(model: nn.Module, draw: Draw) -> Any | Refusal:
         raise
     except Exception as error:  # a model refuses an input in its own words
         return Refusal("not-taken", first_line(error))
-    return answer if numbers or not draw.parts() else Refusal("no-number", "the model answers with no number")
+    return answer if numbers or not draw.fallbacks() else Refusal("no-number", "the model answers with no number")
 
 
 def _require_agreement(name: str, graph: GraphModule, run: Run, answer: Any) -> float:

@@ -21,7 +21,7 @@ def test_each_draw_has_the_types_and_ranges_of_the_example_and_a_batch_of_its_ow
     graph = capture("sum", Sum(), EXAMPLE).module
     example, mixed = drawn(graph, EXAMPLE)
     assert example.inputs == EXAMPLE
-    others = (mixed, *mixed.parts())
+    others = (mixed, *mixed.fallbacks())
     assert [draw.inputs[0].shape[0] for draw in others] == [2, 2, 1, 1]
     for draw in others:
         values, mask, numbers = draw.inputs
@@ -33,7 +33,7 @@ def test_each_draw_has_the_types_and_ranges_of_the_example_and_a_batch_of_its_ow
         assert not bool(mask.all())
         assert len({tuple(row.tolist()) for row in mask.flatten(0, 1)}) > 1  # by image and by query
     again = drawn(graph, EXAMPLE)[1]
-    for one, two in zip(others, (again, *again.parts()), strict=True):
+    for one, two in zip(others, (again, *again.fallbacks()), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.inputs, two.inputs, strict=True))
 
 
@@ -43,10 +43,10 @@ def test_what_an_example_cannot_show_is_drawn_all_the_same() -> None:
     """
     blank = (torch.zeros(1, 3, 8, 8), torch.ones(1, 8), torch.ones(1, 8, dtype=torch.int64))
     mixed = drawn(capture("sum", Sum(), blank).module, blank)[1]
-    for draw in (mixed, *mixed.parts()):
+    for draw in (mixed, *mixed.fallbacks()):
         assert float(draw.inputs[0].std()) > 0.1
         assert set(draw.inputs[2].unique().tolist()) == {0, 1}
-    as_mask, *as_numbers = (draw.inputs[1] for draw in mixed.parts())
+    as_mask, *as_numbers = (draw.inputs[1] for draw in mixed.fallbacks())
     assert set(as_mask.unique().tolist()) == {0.0, 1.0}
     assert all(not set(numbers.unique().tolist()) <= {0.0, 1.0} for numbers in as_numbers)
     assert set(mixed.inputs[1][:, :3].unique().tolist()) <= {0.0, 1.0} < set(mixed.inputs[1].unique().tolist())
@@ -79,14 +79,14 @@ def test_a_graph_with_one_batch_size_gets_no_other() -> None:
 
     example = (torch.randn(2, 5),)
     draws = drawn(capture("two", Two(), example).module, example)
-    assert {draw.inputs[0].shape for draw in (*draws, *draws[1].parts())} == {torch.Size([2, 5])}
+    assert {draw.inputs[0].shape for draw in (*draws, *draws[1].fallbacks())} == {torch.Size([2, 5])}
 
 
 def test_the_example_goes_in_with_what_is_drawn_where_every_input_is_each_images_own() -> None:
     graph = capture("sum", Sum(), EXAMPLE).module
     draws = drawn(graph, EXAMPLE)
     (both,) = in_one_batch(draws)
-    assert tuple(both.parts()) == draws
+    assert tuple(both.fallbacks()) == draws
     assert both.name == "the example and values in another order, sparse, and large, 2 images"
     for joined, alone, two, one in zip(both.inputs, EXAMPLE, draws[1].inputs, arithmetic_inputs([both]), strict=True):
         assert torch.equal(joined, torch.cat([alone, two[1:]]))
