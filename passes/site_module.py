@@ -74,7 +74,7 @@ def read_all(tensor: Tensor, full: list[int], layout: Layout) -> Tensor:
 def read_keys(tensor: Tensor, full: list[int], layout: Layout) -> Tensor:
     """A tensor that is the same for all heads and queries, as [batch, 1, 1, keys]: N x M of them are never made."""
     same = (*layout.heads, *layout.tokens)
-    if len(layout.split) == len(full):  # no axis is split: what is one element long may stay so
+    if layout.split == layout.shape:  # no axis is split: what is one element long may stay so
         full = [size if axis not in same else -1 for axis, size in enumerate(full)]
         tensor = tensor.reshape((1,) * (len(full) - tensor.dim()) + tensor.shape)
         folded = tensor.expand(full)
