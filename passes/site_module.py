@@ -225,7 +225,8 @@ class SiteModule(nn.Module):
             for t, follows in zip(read_ones, follow, strict=True)
         )
         if self.core.temperature is not None:
-            query = query * self._joined(Term(self.core.temperature), given, batch, read_all)[:, :, :1, :1]
+            temperature = self._joined(Term(self.core.temperature), given, batch, read_all)[:, :, :1, :1]
+            query = query * as_type(temperature, query.dtype)
         return query, key, value, self._bias(given, batch, query.dtype)
 
     def _follows(self) -> tuple[bool, ...]:

@@ -44,16 +44,29 @@ class Recording(Interpreter):
 
 
 class Wide(Recording):
-    """Runs `module` in float64 without a wide copy of it: each weight is widened as it is read."""
+    """Runs `module` in float64 without a wide copy of it: each weight is widened as it is read.
+
+    What is made of weights alone, as by a cast that autocast left, is made as the model makes it: those are its weights,
+    and extraction reads them so.
+    """
+
+    def __init__(self, module: GraphModule, names: Collection[str] = ()) -> None:
+        super().__init__(module, names)
+        self.weights: set[Node] = set()
+        for node in module.graph.nodes:
+            if node.op == "get_attr" or (node.op == "call_function" and self.weights.issuperset(node.all_input_nodes)):
+                self.weights.add(node)
 
     def run(self, *inputs: Any, **how: Any) -> Any:
-        return super().run(*(widened(value) for value in inputs), **how)
+        answer = super().run(*(widened(value) for value in inputs), **how)
+        self.kept = tree_map(widened, self.kept)
+        return answer
 
     def value(self, n: Node) -> Any:
-        return tree_map(widened, super().value(n))
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().call_function(target, *tree_map(widened, (args, kwargs)))
+        if n in self.weights:
+            return super().value(n)
+        given = tree_map(widened, self.fetch_args_kwargs_from_env(n))
+        return tree_map(widened, getattr(self, n.op)(n.target, *given))
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wide_copy(self.fetch_attr(target))(*args, **kwargs)

@@ -126,8 +126,9 @@ def _swap(module: GraphModule, nodes: dict[str, Node], site: AttentionSite, rewr
     value = written_value(site)
     old = nodes[value]
     with module.graph.inserting_before(old):
-        dtype = old.meta["val"].dtype
-        new = module.graph.call_module(name, tuple(_as_type(nodes[operand], dtype) for operand in rewritten.values))
+        dtype, read = old.meta["val"].dtype, set(rewritten.roles.values())
+        given = (_as_type(nodes[each], dtype) if each in read else nodes[each] for each in rewritten.values)
+        new = module.graph.call_module(name, tuple(given))
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
     nodes[value] = new

@@ -101,6 +101,27 @@ def test_attention_in_float32_inside_a_model_in_half_precision(dtype: torch.dtyp
     assert relative_error(done.module(x), model(x)) <= 8 * torch.finfo(dtype).eps
 
 
+class Autocast(nn.Module):
+    """A model that has its own forward cast, weights and all."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.dtype = Mixed(), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype):
+            return self.inner(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_that_autocast_rounds_are_rounded_alike_wherever_they_are_compared(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Autocast(dtype).eval(), torch.randn(2, 9, 16)
+    done = ar.convert(model, (x,), variant="softmax")
+    assert done.report["sites"][0]["identity_error"] <= 1e-5
+    assert relative_error(done.module(x), model(x)) <= 8 * torch.finfo(dtype).eps
+
+
 @every_type
 def test_calibration_says_that_it_works_in_float32(dtype: torch.dtype) -> None:
     with pytest.raises(InputError, match="calibration works in float32"):

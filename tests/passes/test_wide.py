@@ -1,4 +1,6 @@
-"""A graph run node by node is the graph, and in float64 what a wide copy of it gives; named values are kept."""
+"""A graph run node by node is the graph, and in float64 what a wide copy of it gives, but for what is made of weights
+alone; named values are kept.
+"""
 
 import copy
 
@@ -11,7 +13,7 @@ from attnrewrite.passes.wide import Recording, Wide
 
 
 class Biased(nn.Module):
-    """x [B, 3] to a sum, a pair that is split, and a table that no input reaches."""
+    """x [B, 3] to a sum, a pair that is split, and a table that no input reaches, rounded as autocast rounds weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +22,7 @@ class Biased(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         one, other = self.map(x).chunk(2, -1)
-        return torch.cat([other, one], -1) + self.table.exp()[0], other.mean().float()
+        return torch.cat([other, one], -1) + self.table.exp().bfloat16()[0], other.mean().float()
 
 
 def test_a_graph_node_by_node_gives_what_it_gives_and_keeps_what_is_named() -> None:
@@ -30,9 +32,9 @@ def test_a_graph_node_by_node_gives_what_it_gives_and_keeps_what_is_named() -> N
     for recording, kind in ((Recording(graph, [linear]), torch.float32), (Wide(graph, [linear]), torch.float64)):
         reference = copy.deepcopy(graph).to(kind)
         answer = recording.run(*given)
-        wanted = reference(given[0].to(kind))
-        torch.testing.assert_close(answer[0], wanted[0], rtol=0, atol=0)
+        mapped = F.linear(given[0].to(kind), reference.map.weight, reference.map.bias)
+        wanted = torch.cat(mapped.chunk(2, -1)[::-1], -1) + graph.table.exp().bfloat16()[0].to(kind)
+        torch.testing.assert_close(answer[0], wanted, rtol=0, atol=0)
         assert answer[1].dtype == kind  # a cast to float32 in the graph is one to float64 here
         assert list(recording.kept) == [linear]
-        mapped = F.linear(given[0].to(kind), reference.map.weight, reference.map.bias)
         torch.testing.assert_close(recording.kept[linear], mapped, rtol=0, atol=0)
