@@ -158,7 +158,9 @@ def _is_misread(node: Node) -> bool:
         return sum(index is not None for index in indices) > 1
     if node.target in ARITHMETIC:
         given = [argument.meta["val"] for argument in node.args if isinstance(argument, Node)]
-        return len(node.args) > 2 or "alpha" in node.kwargs or any(x.dtype != node.meta["val"].dtype for x in given)
+        dtype = node.meta["val"].dtype
+        scaled = len(node.args) > 2 or "alpha" in node.kwargs
+        return scaled or dtype == torch.bool or any(x.dtype != dtype for x in given)
     return node.target in MISREAD
 
 

@@ -39,11 +39,21 @@ def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     return found.permute(*kept[:first], *new, *kept[first:])
 
 
+OF_TRUTHS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    operator.add: torch.logical_or,
+    operator.mul: torch.logical_and,
+}
+
+
 def _in_one_type(operation: Callable[[Any, Any], Tensor], turned: bool = False) -> Callable[..., Tensor]:
-    """Arithmetic whose operands have the type of its result, as the importer takes the operands' for it."""
+    """Arithmetic whose operands have the type of its result, as the importer takes the operands' for it; that of truths
+    by logic, as LLVM has none."""
 
     def compute(one: Tensor, other: Tensor | float, alpha: float = 1) -> Tensor:
         dtype = torch.result_type(one, other)
+        if dtype == torch.bool and operation in OF_TRUTHS:
+            second = other if isinstance(other, Tensor) else torch.full((), other, dtype=dtype, device=one.device)
+            return OF_TRUTHS[operation](one, second)
         if operation is operator.truediv and not dtype.is_floating_point:
             dtype = torch.get_default_dtype()
         if alpha == 1 and all(x.dtype == dtype for x in (one, other) if isinstance(x, Tensor)):

@@ -49,6 +49,7 @@ OPERATORS: dict[tuple[int, ...], dict[str, Callable[[Tensor], Tensor]]] = {
         "quotients rounded to zero": lambda x: torch.div(x, 0.3, rounding_mode="trunc"),
         "sums of multiples": lambda x: torch.add(x, x * x, alpha=2) + torch.sub(x, 1, alpha=3),
         "counts in arithmetic": lambda x: ((x > 0).sum(-1) / 3) * 0.5,
+        "truths in arithmetic": lambda x: ((x > 0) * (x < 1) + (x < -1) * True).float(),
         "means along a line": lambda x: F.avg_pool1d(x, 2),
         "the mean of a line": lambda x: F.adaptive_avg_pool1d(x, 1),
         "means of parts of a line": lambda x: F.adaptive_avg_pool1d(x, 2),
@@ -94,6 +95,7 @@ def test_operators_are_written_out_as_they_are_meant(shape: tuple[int, ...]) -> 
 
 def test_what_the_importer_misreads_is_compiled_right() -> None:
     names = ("deviation of a sample", "quotients rounded down", "sums of multiples", "counts in arithmetic")
+    names += ("truths in arithmetic",)
     module, x, _, imported = written({name: OPERATORS[TOKENS][name] for name in names}, TOKENS)
     found = tvm_compat.bind(tvm_compat.build_for_cpu(imported, "host").executable, (x,), 1)()
     for name, one, other in zip(names, found, reference(module, (x,)), strict=True):
