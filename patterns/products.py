@@ -44,9 +44,8 @@ class Products:
 
 def fused_products(graph: GraphView, anchor: Operation) -> Products | Refusal:
     """A fused attention operator: query, key, value [..., heads, tokens, channels]."""
-    if anchor.attributes.get("opaque"):
-        what = f"{anchor.name} holds attention and what is around it in one: export the model without torch's fast path"
-        return Refusal("fused-layer", what)
+    if way_out := anchor.attributes.get("opaque"):
+        return Refusal("fused-layer", f"{anchor.name} holds attention and what is around it in one: {way_out}")
     shapes = [graph.shape(operand) for operand in anchor.inputs]
     if shapes[1][-2] > 1 and len(shapes[1]) - 2 in graph.batch_axes(anchor.inputs[1]):
         return BATCH_MIXING

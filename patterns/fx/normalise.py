@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from attnrewrite.patterns.fx.operators import (
@@ -54,6 +54,8 @@ def normalise(graph: FxNodes, value: str) -> Operation:
         return Operation(node.name, "move" if mode == "constant" else "other", name, inputs)
     if name in _SPECIAL:
         return _SPECIAL[name](graph, node, producer, inputs)
+    if isinstance(producer.target, torch._ops.HigherOrderOperator) and _holds_attention(producer):
+        return _opaque(graph, node, producer, inputs)
     kind = KINDS.get(name, "other")
     if name == "div" and arguments_of(producer).get("rounding_mode") is not None:
         return Operation(node.name, "map", "rounded division", inputs, _scalar_attributes(producer))
@@ -133,7 +135,22 @@ def _one_matrix(graph: FxNodes, value: str) -> str | None:
 
 
 def _opaque(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
-    return Operation(node.name, "sdpa", operator_name(producer), inputs, {"opaque": True, "anchor": "attention-op"})
+    name = operator_name(producer)
+    if node.target is operator.getitem and node.args[1] != 0:  # what comes beside the result
+        return Operation(node.name, "other", name, inputs)
+    way_out = WHOLE_ATTENTION.get(name, OF_CONTROL_FLOW)
+    return Operation(node.name, "sdpa", name, inputs, {"opaque": way_out, "anchor": "attention-op"})
+
+
+def _holds_attention(node: Node) -> bool:
+    """Whether it is control flow (torch.cond, a loop) whose parts, graphs of their own, hold attention."""
+    read = [str(given.target) for given in node.all_input_nodes if given.op == "get_attr"]
+    parts = [operator.attrgetter(path)(node.graph.owning_module) for path in read]
+    inside = [each for part in parts if isinstance(part, GraphModule) for each in part.graph.nodes]
+    return any(operator_name(each) in ATTENTION or _holds_attention(each) for each in inside)
+
+
+OF_CONTROL_FLOW = "what runs in a branch or a loop that the data choose is kept as it is"
 
 
 def _convolution(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
@@ -194,12 +211,14 @@ def _sdpa(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -
     return Operation(node.name, "sdpa", "sdpa", inputs[:3], attributes)
 
 
+SOFTMAXES = ("softmax", "_softmax", "_safe_softmax")
+ATTENTION = frozenset((*SOFTMAXES, *FUSED_ATTENTION, *WHOLE_ATTENTION))
 _SPECIAL: dict[str, Callable[[FxNodes, Node, Node, tuple[str, ...]], Operation]] = {
     "linear": _linear,
     "addmm": _addmm,
     **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
-    **dict.fromkeys(("softmax", "_softmax", "_safe_softmax"), _softmax),
+    **dict.fromkeys(SOFTMAXES, _softmax),
     **dict.fromkeys(FUSED_ATTENTION, _sdpa),
     **dict.fromkeys(WHOLE_ATTENTION, _opaque),
 }

@@ -53,11 +53,18 @@ FUSED_ATTENTION = frozenset((
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
 ))  # fmt: skip
-# attention and what is around it in one operator
-WHOLE_ATTENTION = frozenset((
-    "_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_flash_attention_forward",
-    "_efficient_attention_forward", "_cudnn_attention_forward", "flex_attention",
-))  # fmt: skip
+# attention and what is around it in one operator, and what to do about it
+WHOLE_ATTENTION = {
+    **dict.fromkeys(
+        ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
+        "export the model without torch's fast path",
+    ),
+    **dict.fromkeys(
+        ("_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward"),
+        "export the model before its operators are chosen for a device",
+    ),
+    "flex_attention": "ask for its result alone, not for sums or maxima beside it (return_lse, return_aux)",
+}
 # ask an operand for its shape and type alone
 FACTORIES = frozenset((
     "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",

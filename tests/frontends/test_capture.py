@@ -1,5 +1,7 @@
 """From a model to its graph: the batch is left open where it can be, and what cannot be exported is told apart."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,6 +97,15 @@ class WholeLayer(nn.Module):
         return torch._native_multi_head_attention(x, x, x, 16, 2, *weights, need_weights=False)[0]
 
 
-def test_a_layer_in_one_operator_is_a_near_miss() -> None:
-    scan = ar.explain(WholeLayer(), (X,))
+class Gated(Block):
+    """torch.cond: its branches are graphs of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, super().forward, torch.clone, (x,))
+
+
+@pytest.mark.parametrize(("model", "told"), [(WholeLayer(), "torch's fast path"), (Gated(), "cond .* branch or a loop")])
+def test_attention_inside_another_operator_is_a_near_miss(model: nn.Module, told: str) -> None:
+    scan = ar.explain(model, (X,))
     assert (len(scan.sites), [miss.code for miss in scan.near_misses]) == (0, ["fused-layer"])
+    assert re.search(told, scan.near_misses[0].sentence)
