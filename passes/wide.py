@@ -46,8 +46,8 @@ class Recording(Interpreter):
 class Wide(Recording):
     """Runs `module` in float64 without a wide copy of it: each weight is widened as it is read.
 
-    What is made of weights alone, as by a cast that autocast left, is made as the model makes it: those are its weights,
-    and extraction reads them so.
+    What is made of weights alone, as by a cast that autocast left, is made as the model makes it: extraction reads
+    it so.
     """
 
     def __init__(self, module: GraphModule, names: Collection[str] = ()) -> None:

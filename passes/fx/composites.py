@@ -10,6 +10,7 @@ from functools import reduce
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -50,7 +51,17 @@ def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.softmax(x, dim, dtype)
 
 
-# products and softmaxes by other names, and movement that says where to by another tensor
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, *given: Any, enable_gqa: bool = False, **options: Any
+) -> Tensor:
+    """Attention whose heads of keys serve several of queries, each with its own copy."""
+    if not enable_gqa:
+        return NotImplemented
+    key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, *given, **options)
+
+
+# products and softmaxes by other names, heads that are shared, and movement that says where to by another tensor
 DEFINITIONS: dict[Any, Definition] = {
     aten.einsum.default: einsum_as_product,
     aten.baddbmm.default: _baddbmm,
@@ -60,6 +71,7 @@ DEFINITIONS: dict[Any, Definition] = {
     aten.linalg_multi_dot.default: lambda matrices: reduce(torch.matmul, matrices),
     aten.chain_matmul.default: lambda matrices: reduce(torch.matmul, matrices),
     aten.special_softmax.default: _softmax,
+    aten.scaled_dot_product_attention.default: _attention,
     aten.adjoint.default: _transposed,
     aten.mH.default: _transposed,
     aten.mT.default: _transposed,

@@ -114,6 +114,11 @@ def mutated(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged((q @ k.mT * m.gain).softmax(-1) @ v))
 
 
+def grouped(m: Any, x: Tensor) -> Tensor:
+    q, (k, v) = heads(m.q(x)), m.kv(x).unflatten(2, (2, HEADS // 2, -1)).permute(2, 0, 3, 1, 4)
+    return m.proj(merged(F.scaled_dot_product_attention(q, k, v, far(x).logical_not(), scale=0.3, enable_gqa=True)))
+
+
 def halves(m: Any, x: Tensor) -> Tensor:
     """A softmax over each half of the keys."""
     q, k, v = unpacked(m, x)
@@ -301,6 +306,8 @@ ODD = (
         lambda m, x: m.proj(merged(F.scaled_dot_product_attention(*unpacked(m, x), attn_mask=NEAR.double())))),
     Odd("fused with dropout", "no core", packed,
         lambda m, x: m.proj(merged(F.scaled_dot_product_attention(*unpacked(m, x), dropout_p=0.3)))),
+    Odd("fused with heads of keys for two of queries each", "right",
+        lambda: {name: nn.Linear(WIDTH, WIDTH) for name in ("q", "kv", "proj")}, grouped),
     Odd("rows of -inf cleared", "right", packed, safe_rows(lambda s: (s == -INF).all(-1, keepdim=True))),
     Odd("rows with one -inf cleared", "no core", packed, safe_rows(lambda s: (s == -INF).any(-1, keepdim=True))),
     Odd("columns of -inf cleared", "no core", packed, safe_rows(lambda s: (s == -INF).all(-2, keepdim=True))),

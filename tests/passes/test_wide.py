@@ -13,7 +13,7 @@ from attnrewrite.passes.wide import Recording, Wide
 
 
 class Biased(nn.Module):
-    """x [B, 3] to a sum, a pair that is split, and a table that no input reaches, rounded as autocast rounds weights."""
+    """x [B, 3] to a sum, a pair that is split, and a table that no input reaches, rounded as autocast does."""
 
     def __init__(self) -> None:
         super().__init__()
