@@ -40,9 +40,11 @@ class Functionalise(Pass[ExportedProgram]):
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether an operation is read as it is: it writes nothing, and has no subgraph."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OperatorBase):
+    """Whether an operation is read as it is: it writes nothing, has no subgraph, and opens or ends no torch.vmap."""
+    if node.op != "call_function":
         return True
+    if not isinstance(node.target, torch._ops.OperatorBase):
+        return getattr(node.target, "__module__", "") != torch._functorch.predispatch.__name__
     return isinstance(node.target, torch._ops.OpOverload) and not writes(node)
 
 

@@ -52,8 +52,8 @@ def _in_one_type(operation: Callable[[Any, Any], Tensor], turned: bool = False) 
     def compute(one: Tensor, other: Tensor | float, alpha: float = 1) -> Tensor:
         dtype = torch.result_type(one, other)
         if dtype == torch.bool and operation in OF_TRUTHS:
-            second = other if isinstance(other, Tensor) else torch.full((), other, dtype=dtype, device=one.device)
-            return OF_TRUTHS[operation](one, second)
+            truth = other if isinstance(other, Tensor) else torch.full((), other, dtype=dtype, device=one.device)
+            return OF_TRUTHS[operation](one, truth)
         if operation is operator.truediv and not dtype.is_floating_point:
             dtype = torch.get_default_dtype()
         if alpha == 1 and all(x.dtype == dtype for x in (one, other) if isinstance(x, Tensor)):

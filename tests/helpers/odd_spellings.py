@@ -114,6 +114,11 @@ def mutated(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged((q @ k.mT * m.gain).softmax(-1) @ v))
 
 
+def one_image(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (part(x).unflatten(1, (HEADS, -1)).transpose(0, 1) for part in (m.q, m.k, m.v))
+    return m.proj(attend(q, k, v).transpose(0, 1).flatten(1))
+
+
 def grouped(m: Any, x: Tensor) -> Tensor:
     q, (k, v) = heads(m.q(x)), m.kv(x).unflatten(2, (2, HEADS // 2, -1)).permute(2, 0, 3, 1, 4)
     return m.proj(merged(F.scaled_dot_product_attention(q, k, v, far(x).logical_not(), scale=0.3, enable_gqa=True)))
@@ -384,6 +389,7 @@ ODD = (
     operands("queries clamped", "right", lambda q, k, v: (q.clamp(-1, 1), k, v)),
     operands("keys masked", "right", lambda q, k, v: (q, k * (k[:, :, :, :1] > 0), v)),
     operands("values padded with zeros", "right", lambda q, k, v: (q, F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0)))),
+    Odd("each image by vmap", "right", separate, lambda m, x: torch.vmap(lambda one: one_image(m, one))(x)),
     Odd("some queries", "right", packed, some_queries),
     Odd("other tokens for queries than for keys", "right", separate, some_tokens_first),
     Odd("some channels", "right", packed, subset),
