@@ -8,6 +8,7 @@ element is drawn by itself: no two images, queries or keys are alike. Reproducib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from attnrewrite.errors import InputError
 class Draw:
     """Inputs of a model, and the `name` by which messages refer to them.
 
-    `fallbacks` makes the draws that are to be tried one by one where the model does not take this one.
+    `fallbacks` makes the draws that are to be tried one by one where the model does not take this one: those that it
+    holds in one, or the same of as many images as the example has.
     `is_example`: nothing in it was drawn. `last_image`: the inputs of its last image alone; None where some input is
     not given for each image by itself.
     """
@@ -53,8 +55,9 @@ MIXED = "values in another order, sparse, and large"
 
 
 def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tuple[Draw, ...]:
-    """The example, then a draw that holds a third of each kind, and joins a draw of each: the same types, and the
-    lengths that `graph`'s inputs leave open varied.
+    """The example, then a draw that holds a third of each kind, and falls back on a draw of each: the same types, and the
+    lengths that `graph`'s inputs leave open varied; each of those joins one of the example's own lengths, for models that
+    count images by the clip.
 
     Floating-point inputs have the example's mean and spread (0 and 1 where it is constant), integers lie in the range
     that the example shows. Masks (two values, or one above 0) differ from the example's here and there, except for the
@@ -74,9 +77,19 @@ def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tup
         inputs = tuple(_in_parts(t, size, kinds, generator) for t, size in zip(example, sizes, strict=True))
         return Draw(name if batch is None else f"{name}, {images} image{'s' if images > 1 else ''}", inputs)
 
+    def as_many(kind: _Kind) -> tuple[Draw, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        inputs = tuple(_in_parts(tensor, list(tensor.shape), (kind,), generator) for tensor in example)
+        return (Draw(f"{kind.name}, as many images as in the example", inputs),)
+
     def of_each_kind() -> tuple[Draw, ...]:
         generator = torch.Generator().manual_seed(seed)
-        return tuple(draw(kind.name, kind.images, (kind,), generator) for kind in KINDS)
+        made = [(kind, draw(kind.name, kind.images, (kind,), generator)) for kind in KINDS]
+        sizes = [tensor.shape for tensor in example]
+        return tuple(
+            each if [t.shape for t in each.inputs] == sizes else replace(each, fallbacks=partial(as_many, kind))
+            for kind, each in made
+        )
 
     mixed = draw(MIXED, 2, KINDS, torch.Generator().manual_seed(seed))
     return Draw("the example", example, is_example=True), replace(mixed, fallbacks=of_each_kind)

@@ -58,3 +58,19 @@ def test_integers_and_truths_are_compared_too(model: str, graph: str, same: bool
         agreement("answer", Answer(model), captured, draws)
     with pytest.raises(CheckFailedError, match="differs from the module by inf"):
         export_error(captured, own, EXAMPLE)
+
+
+class Clips(nn.Module):
+    """[4 B, C] to [B, C]: four images are a clip."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0] // 4, 4, x.shape[1]).mean(1)
+
+
+def test_a_model_that_takes_no_other_batch_is_asked_as_many_images_as_the_example_has() -> None:
+    example = (torch.randn(8, 5),)
+    captured = capture("clips", Clips(), example).module
+    found = agreement("clips", Clips(), captured, drawn(captured, example))
+    assert [run.draw.inputs[0].shape for run in found.runs] == [(8, 5)] * 4
+    assert len({float(run.draw.inputs[0].sum()) for run in found.runs}) == 4
+    assert len(found.refused) == 4
