@@ -264,6 +264,21 @@ OPERATORS = {
         "size = Shape(x) i = Expand(places, size) y = ScatterElements<axis=1>(x, i, x)",
     ),
     "triangles and sums": (17, IMAGE, "a = Trilu<upper=0>(x) one = Constant<value_int=2>() y = CumSum(a, one)"),
+    "looked up": (
+        17,
+        TOKENS,
+        """
+            four = Constant<value_int=4>()
+            a = Abs(x)
+            b = Cast<to=7>(a)
+            c = Mod(b, four)
+            d = Gather<axis=1>(wq, c)
+            e = Gather(bq, c)
+            axes = Constant<value_ints=[0]>()
+            f = Unsqueeze(e, axes)
+            y = Add(d, f)
+        """,
+    ),
     "fused": (17, TOKENS, "y, m, i = com.microsoft.SkipLayerNormalization(x, x, bq, bk)"),
     "fused, and its sum": (
         17,
@@ -284,6 +299,13 @@ def test_an_operator_computes_what_onnxruntime_computes(name: str) -> None:
     model.graph.outputs[0].shape = None
     module, (example,) = import_model(model)
     assert difference(model, module, (torch.cat([example, -example, example]),)) <= TOLERANCE
+
+
+def test_whole_numbers_of_an_example_name_rows_that_a_table_has() -> None:
+    body = "axes = Constant<value_ints=[1]>() a = Unsqueeze(x, axes) i = Cast<to=6>(a) y = Gather(wq, i)"
+    module, (example,) = import_model(ir.serde.deserialize_model(proto(body, 17, "int64[B,99] x", "float y")))
+    assert (example.dtype, int(example.min()), int(example.max())) == (torch.int64, 0, 15)
+    assert module(example).shape == (2, 1, 99, 16)
 
 
 @pytest.mark.parametrize("name", [name for name in SPELLINGS if name not in NOT_ON_PROCESSORS])

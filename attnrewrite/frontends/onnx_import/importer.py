@@ -4,7 +4,7 @@ Constants are folded first, and what exporters compute of shapes with them: a re
 open. Every operator that is translated is in `arithmetic`, `movement` and `layers`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -57,7 +57,7 @@ def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
 
 
 def example_inputs(graph: OnnxGraph) -> tuple[Tensor, ...]:
-    """Random inputs of the graph's sizes: normal numbers, or whole ones from 0 to 255."""
+    """Random inputs of the graph's sizes: normal numbers, or whole ones, up to 255 or as many as a table has rows."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for value in real_inputs(graph.prepared.model.graph):
@@ -67,8 +67,21 @@ def example_inputs(graph: OnnxGraph) -> tuple[Tensor, ...]:
             found.append(torch.randn(size, generator=generator, dtype=torch.float32).to(dtype))
         else:
             top = 2 if dtype == torch.bool else 256 if dtype == torch.uint8 else 128
-            found.append(torch.randint(0, top, size, generator=generator).to(dtype))
+            rows = min([top, *_rows_looked_up(graph, value)])
+            found.append(torch.randint(0, rows, size, generator=generator).to(dtype))
     return tuple(found)
+
+
+def _rows_looked_up(graph: OnnxGraph, value: ir.Value) -> Iterator[int]:
+    """The lengths of what is read at the places that a value's numbers name, as token numbers name rows of a table."""
+    for node, place in value.uses():
+        if node.op_type == "Gather" and place == 1 and node.inputs[0] is not None:
+            yield graph.shape(str(node.inputs[0].name))[node.attributes.get_int("axis", 0)]
+        elif node.op_type in _SAME_NUMBERS and place == 0:
+            yield from _rows_looked_up(graph, node.outputs[0])
+
+
+_SAME_NUMBERS = frozenset({"Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
 
 
 class _Importer:

@@ -77,9 +77,10 @@ def _concat(call: Call) -> Node:
 def _gather(call: Call) -> Node:
     axis = call.axis(0)
     if not call.importer.view.is_constant(call.name(1)):
-        if call.shape(1) and len(call.shape(1)) == 1:
-            return call.emit(torch.index_select, call.operand(0), axis, call.operand(1))
-        raise call.unsupported("its indices depend on the input")
+        plain = len(call.shape(1)) == 1
+        flat = call.operand(1) if plain else call.emit(torch.reshape, call.operand(1), [-1])
+        taken = call.emit(torch.index_select, call.operand(0), axis, flat)
+        return taken if plain else _reshaped(call, taken)
     indices = call.numbers(1).astype(np.int64) % call.shape(0)[axis]
     first = int(indices.reshape(-1)[0]) if indices.size else 0
     if indices.ndim == 0:
