@@ -55,9 +55,9 @@ MIXED = "values in another order, sparse, and large"
 
 
 def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tuple[Draw, ...]:
-    """The example, then a draw that holds a third of each kind, and falls back on a draw of each: the same types, and the
-    lengths that `graph`'s inputs leave open varied; each of those joins one of the example's own lengths, for models that
-    count images by the clip.
+    """The example, then a draw that holds a third of each kind, and falls back on a draw of each: the same types, and
+    the lengths that `graph`'s inputs leave open varied; each of those falls back on one of the example's own lengths,
+    for models that count images by the clip.
 
     Floating-point inputs have the example's mean and spread (0 and 1 where it is constant), integers lie in the range
     that the example shows. Masks (two values, or one above 0) differ from the example's here and there, except for the
