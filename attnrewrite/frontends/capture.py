@@ -6,15 +6,16 @@ from keyword import iskeyword
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.composites import DEFINITIONS
 from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph
 from attnrewrite.passes.fx.history import forget_history
-from attnrewrite.passes.fx.signature import is_open
+from attnrewrite.passes.fx.signature import is_open, writes
 
 UNWRITABLE = frozenset("\"'\\\n\r")  # torch.fx writes a module's name between quotation marks
 
@@ -116,12 +117,22 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     return Captured(name, module, example_inputs, fixed, note)
 
 
+def _trace(model: nn.Module, inputs: tuple[Tensor, ...]) -> GraphModule:
+    """The operations of one call, none of them in place; what a model reads of its own constants, as the lengths of
+    windows, are numbers in it. The graph is made functional, not the call: torch can read no numbers inside that.
+    """
+    module = make_fx(model, DEFINITIONS, record_module_stack=True)(*inputs)
+    if not any(node.op == "call_function" and writes(node) for node in module.graph.nodes):
+        return module
+    with preserve_node_meta():
+        return make_fx(torch.func.functionalize(Interpreter(module).run, remove="mutations"), DEFINITIONS)(*inputs)
+
+
 def _traced_on_example(name: str, model: nn.Module, inputs: tuple[Tensor, ...], refusal: InputError) -> Captured:
     """The operations that ran on the example: all that can be had of a model whose control flow follows its data."""
     try:
         with torch.no_grad():
-            run = torch.func.functionalize(lambda *args: model(*args), remove="mutations")
-            module = make_fx(run, DEFINITIONS, record_module_stack=True)(*inputs)
+            module = _trace(model, inputs)
     except Exception as error:
         raise refusal from error
     names = {id(tensor): path for path, tensor in [*model.named_parameters(), *model.named_buffers()]}

@@ -46,6 +46,18 @@ class Choosing(Block):
         return x[:, x[0, :, 0].abs().argsort().unique()[:8]]
 
 
+class Stretches(Block):
+    """Tokens attend within stretches, by where these end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ends", torch.tensor([0, 3, 8]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.split((torch.tensor([0]) + self.ends).diff().tolist(), 1)
+        return torch.cat([super(Stretches, self).forward(part) for part in parts], 1)
+
+
 def test_the_batch_is_open_where_the_model_leaves_it_open() -> None:
     captured = capture("m", Block(), (X,))
     assert (captured.fixed_batch, captured.exact) == (None, True)
@@ -64,6 +76,12 @@ def test_shapes_that_follow_the_data_are_explained_and_not_converted(capfd: pyte
     with pytest.raises(InputError, match=r"Choosing cannot be captured .*; it can be explained, but not converted"):
         ar.convert(Choosing(), (X,), variant="l1")
     assert capfd.readouterr().err == ""
+
+
+def test_lengths_that_a_model_computes_of_its_own_numbers_are_explained() -> None:
+    first, second = ar.explain(Stretches(), (X,)).sites
+    assert (first.n_queries, second.n_queries) == (3, 5)
+    assert first.fingerprint == second.fingerprint
 
 
 def test_branches_that_follow_the_data_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
