@@ -7,8 +7,7 @@ from typing import Any
 
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules import graph as relax_graph
-from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.function import address, along, each, evaluate, function
+from attnrewrite.targets.tvm.schedules.cpu.function import along, each, function, write
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position
 from attnrewrite.targets.tvm.schedules.expression import (
     Arguments,
@@ -59,8 +58,7 @@ def _fill(part: Part, buffers: Sequence[Any], profile: Profile) -> None:
     with each(space[:cut], part.out.size) as outer:
 
         def visit(index: list[Position], _: Position, lanes: int) -> None:
-            value = evaluate(part.value, buffers, (*outer, *index), lanes)
-            vectors.store(buffers[-1], address(part.out, (*outer, *index)), value, lanes, part.out.strides[-1])
+            write(part.value, buffers, part.out, (*outer, *index), lanes)
 
         along(space[cut:], profile.lanes, visit, wide=2)
 

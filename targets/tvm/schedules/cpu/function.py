@@ -9,10 +9,10 @@ import numpy as np
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as T
 
-from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu import half, vectors
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Apply, Expression, Load, Number, Result
-from attnrewrite.targets.tvm.schedules.profile import FLOAT32
+from attnrewrite.targets.tvm.schedules.profile import FLOAT16, FLOAT32
 from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout, unravel
 
@@ -103,10 +103,12 @@ def evaluate(
     lanes: int,
     result: Value | None = None,
     known: Mapping[Load, Value] | None = None,
+    dtype: str = FLOAT32,
 ) -> Value:
     """An expression at `lanes` neighbouring places of its index space's last axis, from `index` on.
 
-    `result` is what the kernel has computed there; `known` are loads that it has done before.
+    `result` is what the kernel has computed there; `known` are loads that it has done before. Where the value is to be
+    rounded to float16 (`dtype`), its last function is one of float16 numbers, if there is such a one.
     """
     if isinstance(expression, Number):
         return vectors.splat(expression.value, lanes)
@@ -121,7 +123,23 @@ def evaluate(
         return vectors.name(vectors.load(buffers[expression.argument], at, lanes, stride))
     assert isinstance(expression, Apply)
     operands = [evaluate(operand, buffers, index, lanes, result, known) for operand in expression.operands]
+    if dtype == FLOAT16 and expression.operation in half.OPERATIONS:
+        return half.OPERATIONS[expression.operation](*(vectors.name(vectors.as_type(each, dtype)) for each in operands))
     return vectors.name(vectors.OPERATIONS[expression.operation](*operands))
+
+
+def write(
+    expression: Expression,
+    buffers: Sequence[Any],
+    out: Layout,
+    index: Sequence[Position],
+    lanes: int,
+    result: Value | None = None,
+) -> None:
+    """Write an expression's value at `lanes` neighbouring places to where `out` has them in the last of the buffers."""
+    written = buffers[-1]
+    value = evaluate(expression, buffers, index, lanes, result, dtype=str(written.dtype))
+    vectors.store(written, address(out, index), value, lanes, out.strides[-1])
 
 
 def across(vector: Value, lanes: int, combine: Callable[[Value, Value], Value]) -> Value:

@@ -14,7 +14,6 @@ from tvm import tirx
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.dot import TURNS, WORD, Dot, dot_of, flipped, groups_of, words
 from attnrewrite.targets.tvm.schedules.cpu.function import (
-    address,
     by_pairs,
     each,
     evaluate,
@@ -22,6 +21,7 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     scratch,
     steps,
     when,
+    write,
 )
 from attnrewrite.targets.tvm.schedules.cpu.sharing import parts, shares
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
@@ -215,6 +215,4 @@ class _Writer:
             when(panel < self.across - 1, lambda: store(self.wide), lambda: store(narrow))
 
     def store(self, index: Sequence[Position], lanes: int, value: Value) -> None:
-        out = self.product.out
-        value = evaluate(self.product.epilogue, self.buffers, index, lanes, vectors.name(value))
-        vectors.store(self.buffers[-1], address(out, index), value, lanes, out.strides[-1])
+        write(self.product.epilogue, self.buffers, self.product.out, index, lanes, vectors.name(value))

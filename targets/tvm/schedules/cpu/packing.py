@@ -84,7 +84,7 @@ class _Writer:
 
         def line(row: Position) -> None:
             for begin, lanes in pieces(self.pack.width, self.profile.lanes):
-                vector = evaluate(self.pack.value, self.buffers, (*self.z, row, self.first + begin), lanes)
+                vector = self.evaluate(self.pack.value, row, self.first + begin, lanes)
                 self.store(row, begin, vector, lanes)
 
         by_pairs(self.pack.depth, line)
@@ -103,13 +103,11 @@ class _Writer:
                     for begin in begins:
                         self.square(block * lanes, begin, lanes, column)
             for row, begin, at in itertools.product(range(whole, self.pack.depth), begins, range(lanes)):
-                number = evaluate(self.pack.value, self.buffers, (*self.z, row, column(begin + at)), 1)
+                number = self.evaluate(self.pack.value, row, column(begin + at), 1)
                 self.store(row, begin + at, number, 1)
 
     def square(self, row: Position, begin: int, lanes: int, column: Callable[[int], Position]) -> None:
-        columns = [
-            evaluate(self.columnwise, self.buffers, (*self.z, column(begin + at), row), lanes) for at in range(lanes)
-        ]
+        columns = [self.evaluate(self.columnwise, column(begin + at), row, lanes) for at in range(lanes)]
         for number, vector in enumerate(vectors.transposed(columns)):
             self.store(row + number, begin, vector, lanes)
 
@@ -117,7 +115,11 @@ class _Writer:
         """Number by number, the last column again and again beyond it."""
         with steps(self.pack.depth) as row, steps(self.pack.width) as column:
             at = tirx.min(self.first + column, self.pack.columns - 1)
-            self.store(row, column, evaluate(self.pack.value, self.buffers, (*self.z, row, at), 1), 1)
+            self.store(row, column, self.evaluate(self.pack.value, row, at, 1), 1)
+
+    def evaluate(self, value: Expression, row: Position, column: Position, lanes: int) -> Value:
+        written = str(self.buffers[-1].dtype)
+        return evaluate(value, self.buffers, (*self.z, row, column), lanes, dtype=written)
 
     def store(self, row: Position, begin: Position, value: Value, lanes: int) -> None:
         at = address(self.out, (*self.z, self.panel, row, begin))

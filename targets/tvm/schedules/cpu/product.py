@@ -14,11 +14,11 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     SECOND_CACHE,
     address,
     by_pairs,
-    evaluate,
     function,
     prefetch,
     steps,
     when,
+    write,
 )
 from attnrewrite.targets.tvm.schedules.cpu.operands import ROWS_AHEAD, Panel, Panels, Right, Row, spread
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import (
@@ -114,7 +114,7 @@ class _Writer:
         sums = tile.spilled()
 
         def store(width: int) -> None:
-            for begin, lanes in covering(width, self.profile.lanes):
+            for begin, lanes in covering(width, self.profile.stored_lanes):
 
                 def put(i: Position, begin: int = begin, lanes: int = lanes) -> None:
                     value = vectors.load(sums, i * self.wide + begin, lanes)
@@ -165,9 +165,7 @@ class _Writer:
         return column, right.rows(self.buffers[right.argument], Panel(z, panel, column, self.wide), self.profile)
 
     def store(self, index: Sequence[Position], lanes: int, value: Value) -> None:
-        out = self.product.out
-        value = evaluate(self.product.epilogue, self.buffers, index, lanes, value)
-        vectors.store(self.buffers[-1], address(out, index), value, lanes, out.strides[-1])
+        write(self.product.epilogue, self.buffers, self.product.out, index, lanes, value)
 
     def fetching(self, z: Sequence[Position], panel: Position, step: Position, right: Row) -> Row:
         """`right`, whose rows are asked for some steps before their turn, and a share of the next panel beside them.

@@ -14,7 +14,7 @@ from attnrewrite.targets.tvm.schedules import graph as relax_graph
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, scaled
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import Fill, Part
-from attnrewrite.targets.tvm.schedules.cpu.function import address, along, each, evaluate, function, scratch, steps
+from attnrewrite.targets.tvm.schedules.cpu.function import along, each, evaluate, function, scratch, steps, write
 from attnrewrite.targets.tvm.schedules.cpu.rows import fold
 from attnrewrite.targets.tvm.schedules.cpu.vectors import OPERATIONS, Position, Value
 from attnrewrite.targets.tvm.schedules.cpu.windows import Windows, pair, sides
@@ -117,8 +117,7 @@ class Reduce:
         return layout.permute((*range(kept), *range(kept + 1, rank), kept))
 
     def _put(self, buffers: Sequence[Any], index: Sequence[Position], lanes: int, value: Value) -> None:
-        value = evaluate(self.epilogue, buffers, index, lanes, value)
-        vectors.store(buffers[-1], address(self.out, index), value, lanes, self.out.strides[-1])
+        write(self.epilogue, buffers, self.out, index, lanes, value)
 
 
 def _reduce(call: Call, profile: Profile) -> Kernel | Refusal:

@@ -59,8 +59,8 @@ class RegisterTile:
         self.upright = [(at, *piece) for at in range(beside) for piece in vectors.pieces(rows, self.lanes)]
         self.beside = scratch(rows * beside) if beside else None
 
-    def value(self, row: int, begin: int, lanes: int) -> Value:
-        return vectors.load(self.total, row * self.columns + begin, lanes)
+    def value(self, row: int, begin: int, lanes: int, dtype: str = FLOAT32) -> Value:
+        return vectors.load(self.total, row * self.columns + begin, lanes, dtype=dtype)
 
     def spilled(self) -> Any:
         """The sums in memory: a loop over rows can read them there, where registers have no number."""
@@ -110,7 +110,7 @@ class RegisterTile:
 
     def multiply(self, depth: int, left: "Multipliers", right: Callable[[Position, int, int], Value]) -> None:
         """Sum the products of all steps; `right(step, begin, lanes)` gives multiplicands."""
-        parts = 1 if self.dtype == FLOAT32 else -(-depth // IN_A_ROW)
+        parts = parts_of(self.dtype, depth)
         if parts == 1:
             self._part(0, depth, left, right)
             return
@@ -159,6 +159,11 @@ class RegisterTile:
         for step, multipliers in enumerate(left.take(first, count)):
             column = left.column and functools.partial(left.column, first + step)
             self.add(multipliers, functools.partial(right, first + step), column)
+
+
+def parts_of(dtype: str, depth: int) -> int:
+    """As how many sums so many products of a type are summed, whose own sum is of float32."""
+    return 1 if dtype == FLOAT32 else -(-depth // IN_A_ROW)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import (
     across,
-    address,
     along,
     each,
     evaluate,
     function,
     scratch,
     steps,
+    write,
 )
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
 from attnrewrite.targets.tvm.schedules.expression import Expression, loads, ordered
@@ -45,8 +45,7 @@ class Ends:
         return evaluate(self.value, self.buffers, place, lanes)
 
     def write(self, place: Sequence[Position], value: Value, lanes: int) -> None:
-        value = evaluate(self.epilogue, self.buffers, place, lanes, vectors.name(value))
-        vectors.store(self.buffers[-1], address(self.out, place), value, lanes, self.out.strides[-1])
+        write(self.epilogue, self.buffers, self.out, place, lanes, vectors.name(value))
 
 
 class Line:

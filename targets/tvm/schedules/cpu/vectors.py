@@ -1,6 +1,6 @@
 """Arithmetic on vectors, in TIR: loads and stores, and functions that other compilers call a library for.
 
-It is of float32, whatever type buffers are of, but for what asks for another: sums and products alone.
+It is of float32, whatever type buffers are of, but for what asks for another: sums, products and what `half` has.
 
 `exp` and `erf` are within 2 units in the last place, `gelu` within 4 of its argument's: polynomials fitted for this
 file (least squares, reweighted for the smallest largest error, coefficients rounded to float32 one after the other).
@@ -57,6 +57,21 @@ def splat(value: Value | float, lanes: int, dtype: str = FLOAT32) -> Value:
 
 def lanes_of(value: Value) -> int:
     return int(value.ty.dtype.lanes)
+
+
+def type_of(value: Value) -> str:
+    """The type of a vector's numbers."""
+    return str(value.ty.dtype).partition("x")[0]
+
+
+def typed(dtype: str, vector: Value) -> str:
+    """The type of as many numbers as a vector has."""
+    return _like(dtype, lanes_of(vector))
+
+
+def like(vector: Value, number: float) -> Value:
+    """A number of a vector's type in as many lanes."""
+    return splat(number, lanes_of(vector), type_of(vector))
 
 
 def load(buffer: Any, at: Position, lanes: int, stride: int = 1, dtype: str = FLOAT32) -> Value:
@@ -129,20 +144,14 @@ def select(condition: Value, one: Value, other: Value) -> Value:
 
 def polynomial(x: Value, coefficients: Sequence[float]) -> Value:
     """sum_i coefficients[i] x^i, by Horner's rule: a chain of multiply-adds."""
-    lanes = lanes_of(x)
-    return functools.reduce(
-        lambda sum_, c: sum_ * x + splat(c, lanes), coefficients[-2::-1], splat(coefficients[-1], lanes)
-    )
+    return functools.reduce(lambda sum_, c: sum_ * x + like(x, c), coefficients[-2::-1], like(x, coefficients[-1]))
 
 
-def _by_pairs(x: Value, coefficients: Sequence[float]) -> Value:
+def polynomial_by_pairs(x: Value, coefficients: Sequence[float]) -> Value:
     """The same by Estrin's scheme: more products, fewer constants that are to be copied before they are added to."""
-    lanes, square = lanes_of(x), name(x * x)
+    square = name(x * x)
     pairs = [coefficients[begin : begin + 2] for begin in range(0, len(coefficients), 2)]
-    terms = [
-        name(splat(pair[1], lanes) * x + splat(pair[0], lanes)) if len(pair) == 2 else splat(pair[0], lanes)
-        for pair in pairs
-    ]
+    terms = [name(like(x, pair[1]) * x + like(x, pair[0])) if len(pair) == 2 else like(x, pair[0]) for pair in pairs]
     return functools.reduce(lambda sum_, term: name(sum_ * square + term), terms[-2::-1], terms[-1])
 
 
@@ -163,7 +172,7 @@ def falling_power(x: Value, least: float) -> Value:
     """2^x for x of at most 0; 0 for x below `least`, of at least -126."""
     lanes = lanes_of(x)
     power = name(T.nearbyint(x))
-    bits = T.reinterpret(_like("int32", lanes), name(_by_pairs(name(x - power), EXP2)))
+    bits = T.reinterpret(_like("int32", lanes), name(polynomial_by_pairs(name(x - power), EXP2)))
     exponent = T.shift_left(T.Cast(_like("int32", lanes), power), integers(23, lanes))
     result = T.reinterpret(_like("float32", lanes), bits + exponent)
     return name(select(x < splat(least, lanes), splat(0.0, lanes), result))
@@ -210,7 +219,7 @@ def gelu(x: Value) -> Value:
     inner = name(bounded(x, GELU_END))
     square = name(inner * inner)
     # Vectors of four are NEON's, where multiply-adds overwrite what is added to.
-    series = _by_pairs if lanes == 4 else polynomial
+    series = polynomial_by_pairs if lanes == 4 else polynomial
     share = inner * series(square, GELU_OVER) / series(square, GELU_UNDER) + splat(0.5, lanes)
     return name(x * share)
 
@@ -224,11 +233,14 @@ def larger(one: Value, other: Value) -> Value:
     return T.call_llvm_pure_intrin(str(one.ty.dtype), "llvm.maxnum", one, other)
 
 
+def smaller(one: Value, other: Value) -> Value:
+    """The smaller of two numbers; of one and none the one."""
+    return T.call_llvm_pure_intrin(str(one.ty.dtype), "llvm.minnum", one, other)
+
+
 def bounded(x: Value, end: float) -> Value:
     """The nearest number from -end to end; of none one of them, which processors find in a single step."""
-    dtype, lanes = str(x.ty.dtype), lanes_of(x)
-    least = T.call_llvm_pure_intrin(dtype, "llvm.maxnum", x, splat(-end, lanes))
-    return T.call_llvm_pure_intrin(dtype, "llvm.minnum", least, splat(end, lanes))
+    return smaller(larger(x, like(x, -end)), like(x, end))
 
 
 def minimum(one: Value, other: Value) -> Value:
@@ -311,7 +323,7 @@ def _power_of_two(exponent: Value, lanes: int) -> Value:
     return T.reinterpret(_like("float32", lanes), bits)
 
 
-def integers(value: int, lanes: int) -> Value:
-    """A vector of 32-bit integers with the same one in every lane."""
-    scalar = tirx.const(value, "int32")
+def integers(value: int, lanes: int, dtype: str = "int32") -> Value:
+    """A vector of integers with the same one in every lane."""
+    scalar = tirx.const(value, dtype)
     return scalar if lanes == 1 else tirx.Broadcast(scalar, lanes)

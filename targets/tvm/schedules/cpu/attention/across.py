@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
-from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu import half, vectors
 from attnrewrite.targets.tvm.schedules.cpu.attention.order import Order, Tile
 from attnrewrite.targets.tvm.schedules.cpu.function import (
     address,
@@ -21,13 +21,14 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     function,
     scratch,
     steps,
+    write,
 )
 from attnrewrite.targets.tvm.schedules.cpu.operands import Panels
-from attnrewrite.targets.tvm.schedules.cpu.register_tile import RegisterTile, across_rows
+from attnrewrite.targets.tvm.schedules.cpu.register_tile import RegisterTile, across_rows, parts_of
 from attnrewrite.targets.tvm.schedules.cpu.rows import NEGLIGIBLE
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value, pieces
-from attnrewrite.targets.tvm.schedules.expression import Expression
-from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile
+from attnrewrite.targets.tvm.schedules.expression import Expression, Result
+from attnrewrite.targets.tvm.schedules.profile import FLOAT16, FLOAT32, Profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout
 
@@ -74,17 +75,21 @@ class _Writer:
         self.depth, self.wide = attention.query.layout.shape[-2:]
         self.high, self.parts = attention.key.width, attention.value.layout.shape[-3]
         self.several = self.order.blocks > 1
-        self.pieces = pieces(self.wide, profile.lanes)
+        self.pieces, self.wider = (pieces(self.wide, lanes) for lanes in (profile.lanes, profile.stored_lanes))
+        # A sum of float16 that nothing comes after is not rounded again.
+        plain = isinstance(attention.scores, Result) and parts_of(profile.stored, self.depth) == 1
+        self.scored = profile.stored if plain else FLOAT32
 
     def write(self) -> None:
         order, stored = self.order, self.profile.stored
         work = math.prod(self.outer) * order.queries * order.keys * self.depth
         with order.over(self.outer, work) as (self.z, group):
-            self.scores = scratch(order.length * self.wide)
-            self.powers = self.scores if stored == FLOAT32 else scratch(order.length * self.wide, stored)
-            self.largest, self.total, self.decay = (scratch(self.wide) for _ in range(3))
+            self.scores = scratch(order.length * self.wide, self.scored)
+            self.powers = self.scores if stored == self.scored else scratch(order.length * self.wide, stored)
+            self.largest = scratch(self.wide, self.scored)
+            self.total, self.decay = (scratch(self.wide) for _ in range(2))
             if self.several:
-                self.kept = [scratch(order.group * self.wide) for _ in range(2)]
+                self.kept = [scratch(order.group * self.wide, dtype) for dtype in (self.scored, FLOAT32)]
                 self.sums = scratch(order.group * self.parts * self.high * self.wide)
                 self.clear(*self.kept)
                 self.fill(self.sums, 0.0)
@@ -92,7 +97,7 @@ class _Writer:
 
     def clear(self, largest: Any, total: Any) -> None:
         """Before the first block."""
-        self.fill(largest, LOWEST)
+        self.fill(largest, float(np.finfo(self.scored).min))
         self.fill(total, 0.0)
 
     def fill(self, buffer: Any, number: float) -> None:
@@ -129,12 +134,12 @@ class _Writer:
     def copy(self, source: Any, begin: Position, target: Any, to: Position) -> None:
         """A number for each query of a tile."""
         for at, n in self.pieces:
-            vectors.store(target, to + at, vectors.load(source, begin + at, n), n)
+            vectors.store(target, to + at, own(source, begin + at, n), n)
 
     def product(self, first: Position, keys: int, take: Callable[[Position, Sums], None]) -> None:
         """Powers times `keys` values from the `first` on: `take` gets the sums of each panel of channels."""
         with steps(self.parts) as part:
-            tile = RegisterTile(self.high, pieces(self.wide, self.profile.stored_lanes), self.profile)
+            tile = RegisterTile(self.high, self.wider, self.profile)
             value = self.attention.value
             begin = vectors.name(address(value.layout, (*self.z, part, first, 0)))
             tile.multiply(
@@ -147,13 +152,13 @@ class _Writer:
     def score(self, tile: Tile, block: Position, first: Position, keys: int) -> None:
         """The scores of a block from the `first` key on, and the largest yet."""
         attention = self.attention
-        known = scratch(self.wide)
+        known = scratch(self.wide, self.scored)
         self.copy(self.largest, 0, known, 0)
         query = vectors.name(address(attention.query.layout, (*self.z, tile.number, 0, 0)))
         with steps(-(-keys // self.high)) as step:
             panel = vectors.name(block * self.order.panels + step)
             key = vectors.name(address(attention.key.layout, (*self.z, panel, 0, 0)))
-            sums = RegisterTile(self.high, pieces(self.wide, self.profile.stored_lanes), self.profile)
+            sums = RegisterTile(self.high, self.wider, self.profile)
             sums.multiply(
                 self.depth,
                 across_rows(
@@ -164,13 +169,13 @@ class _Writer:
             # The last panel has some keys of the one before it.
             row = vectors.name(tirx.min(step * self.high, keys - self.high))
             for i in range(self.high):
-                for at, n in self.pieces:
+                for at, n in self.wider:
                     index = (*self.z, first + row + i, tile.query + at)
-                    score = evaluate(attention.scores, self.buffers, index, n, sums.value(i, at, n))
+                    score = evaluate(attention.scores, self.buffers, index, n, sums.value(i, at, n, self.scored))
                     vectors.store(self.scores, (row + i) * self.wide + at, score, n)
-                    vectors.store(self.largest, at, vectors.larger(score, vectors.load(self.largest, at, n)), n)
-        for at, n in self.pieces:
-            vectors.store(self.decay, at, self.power(vectors.load(known, at, n), at, n), n)
+                    vectors.store(self.largest, at, vectors.larger(score, own(self.largest, at, n)), n)
+        for at, n in self.wider:
+            vectors.store(self.decay, at, self.power(own(known, at, n), at, n), n)
 
     def raise_to(self, keys: int) -> None:
         """Turn the scores of a block into powers, relative to the largest score, and add them up."""
@@ -178,18 +183,21 @@ class _Writer:
             decayed = vectors.load(self.total, at, n) * vectors.load(self.decay, at, n)
             vectors.store(self.total, at, decayed, n)
         with steps(keys) as key:
-            for at, n in self.pieces:
+            for at, n in self.wider:
                 place = key * self.wide + at
-                power = self.power(vectors.load(self.scores, place, n), at, n)
+                power = self.power(own(self.scores, place, n), at, n)
                 vectors.store(self.powers, place, power, n)
-                vectors.store(self.total, at, vectors.load(self.total, at, n) + power, n)
+                sum_ = vectors.load(self.total, at, n) + vectors.as_type(power, FLOAT32)
+                vectors.store(self.total, at, sum_, n)
 
     def power(self, score: Value, at: int, lanes: int) -> Value:
         """The exponential of what `score` is less than the largest one."""
-        fallen = score - vectors.load(self.largest, at, lanes)
+        fallen = score - own(self.largest, at, lanes)
         if self.attention.base != 1:
             # Not before: the least number times the base would be infinite.
             fallen = fallen * vectors.splat(self.attention.base, lanes)
+        if self.profile.stored == FLOAT16:
+            return half.falling_power(vectors.name(vectors.as_type(fallen, FLOAT16)))
         return vectors.falling_power(vectors.name(fallen), LEAST)
 
     def place(self, tile: Tile, part: Position, channel: int) -> Position:
@@ -214,9 +222,12 @@ class _Writer:
                 square = [vectors.name(sums(begin + i, at, n) * share) for i in range(n)]
                 for number, value in enumerate(vectors.transposed(square)):
                     index = (*self.z, tile.query + at + number, channel + begin)
-                    value = evaluate(attention.epilogue, self.buffers, index, n, value)
-                    place = address(attention.out, index)
-                    vectors.store(self.buffers[-1], place, value, n, attention.out.strides[-1])
+                    write(attention.epilogue, self.buffers, attention.out, index, n, value)
 
     def read(self, panels: Panels, at: Position, lanes: int) -> Value:
         return vectors.load(self.buffers[panels.argument], at, lanes, dtype=self.profile.stored)
+
+
+def own(buffer: Any, at: Position, lanes: int) -> Value:
+    """Numbers in the type that a buffer has them in."""
+    return vectors.load(buffer, at, lanes, dtype=str(buffer.dtype))

@@ -27,6 +27,7 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     only_if,
     scratch,
     steps,
+    write,
 )
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value
 from attnrewrite.targets.tvm.schedules.cpu.windows import Windows
@@ -87,9 +88,7 @@ class _Writer:
                 def put(index: list[Position], at: Position, count: int) -> None:
                     place = (image, channel, row, at)
                     value = vectors.name(vectors.load(sums, row * self.pitch + at, count))
-                    value = evaluate(self.kernel.epilogue, self.buffers, place, count, value)
-                    out = self.kernel.out
-                    vectors.store(self.buffers[-1], address(out, place), value, count, out.strides[-1])
+                    write(self.kernel.epilogue, self.buffers, self.kernel.out, place, count, value)
 
                 along((self.wide,), self.lanes, put, AT_ONCE)
 
@@ -215,9 +214,7 @@ class _TokensWriter:
         for number in range(count):
             place = (image, row, column + number, channel)
             value = vectors.name(vectors.load(sums, number * lanes, lanes))
-            value = evaluate(self.kernel.epilogue, self.buffers, place, lanes, value)
-            out = self.kernel.out
-            vectors.store(self.buffers[-1], address(out, place), value, lanes, out.strides[-1])
+            write(self.kernel.epilogue, self.buffers, self.kernel.out, place, lanes, value)
 
     def add_row(
         self, sums: Any, at: Sequence[Position], row: int, count: int, columns: Sequence[int], lanes: int

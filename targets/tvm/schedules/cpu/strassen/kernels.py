@@ -25,6 +25,7 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     scratch,
     steps,
     when,
+    write,
 )
 from attnrewrite.targets.tvm.schedules.cpu.operands import spread
 from attnrewrite.targets.tvm.schedules.cpu.product import CACHE_LINE
@@ -290,6 +291,5 @@ class _Writer:
                 only_if(column < self.columns, lambda: put(self.wide))
 
     def store(self, tiles: Any, at: Position, row: Position, column: Position, lanes: int) -> None:
-        out, index = self.kernel.out, (*spread(row, self.row_shape), column)
-        value = evaluate(self.kernel.epilogue, self.buffers, index, lanes, vectors.load(tiles, at, lanes))
-        vectors.store(self.buffers[-1], address(out, index), value, lanes, out.strides[-1])
+        index = (*spread(row, self.row_shape), column)
+        write(self.kernel.epilogue, self.buffers, self.kernel.out, index, lanes, vectors.load(tiles, at, lanes))

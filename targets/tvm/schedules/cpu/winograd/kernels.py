@@ -17,7 +17,6 @@ from attnrewrite.targets.tvm.schedules.cpu import vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import (
     FIRST_CACHE,
     SECOND_CACHE,
-    address,
     by_pairs,
     each,
     evaluate,
@@ -27,6 +26,7 @@ from attnrewrite.targets.tvm.schedules.cpu.function import (
     scratch,
     steps,
     when,
+    write,
 )
 from attnrewrite.targets.tvm.schedules.cpu.operands import ROWS_AHEAD
 from attnrewrite.targets.tvm.schedules.cpu.product import CACHE_LINE
@@ -320,5 +320,4 @@ class _Writer:
             by_pairs(lanes, line)
 
     def store(self, out: Layout, epilogue: Expression, index: Sequence[Position], value: Value, lanes: int) -> None:
-        value = evaluate(epilogue, self.buffers, index, lanes, value)
-        vectors.store(self.buffers[-1], address(out, index), value, lanes, out.strides[-1])
+        write(epilogue, self.buffers, out, index, lanes, value)
