@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.function import scratch, steps
+from attnrewrite.targets.tvm.schedules.cpu.function import scratch, steps, when
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Position, Value
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile, Tile
 
@@ -64,6 +64,8 @@ class RegisterTile:
 
     def spilled(self) -> Any:
         """The sums in memory: a loop over rows can read them there, where registers have no number."""
+        if self.total is not self.sums and self.columns == self.wide:
+            return self.total  # too many for registers
         wide = self.wide + len({at for at, *_ in self.upright})
         memory = scratch(self.rows * wide)
         for row in range(self.rows):
@@ -84,10 +86,10 @@ class RegisterTile:
         """Add what `other` gives to sums of float32."""
         self.begin(lambda row, begin, lanes: self.value(row, begin, lanes) + other(row, begin, lanes))
 
-    def _clear(self, sums: Any) -> None:
+    def _clear(self) -> None:
         for row in range(self.rows):
             for begin, lanes in self.vectors:
-                vectors.store(sums, row * self.columns + begin, vectors.splat(0.0, lanes), lanes)
+                vectors.store(self.sums, row * self.columns + begin, vectors.splat(0.0, lanes), lanes)
 
     def add(
         self, multipliers: Sequence[Value], multiplicands: Callable[[int, int], Value], column: "Column | None" = None
@@ -115,26 +117,28 @@ class RegisterTile:
             self._part(0, depth, left, right)
             return
         self.total = scratch(self.rows * self.columns)
-        self._clear(self.total)
         length = -(-depth // (parts * left.in_turn)) * left.in_turn
+        begin, add = (lambda: self._take(lambda _, sums: sums)), (lambda: self._take(lambda total, sums: total + sums))
         with steps(depth // length) as part:
             self._part(part * length, length, left, right)
-            self._add_up()
+            begin() if depth < 2 * length else when(part == 0, begin, add)
         if depth % length:
             self._part(depth - depth % length, depth % length, left, right)
-            self._add_up()
+            add()
 
-    def _add_up(self) -> None:
+    def _take(self, both: Callable[[Value, Value], Value]) -> None:
+        """Let the total be what `both` makes of it and of the sums in registers."""
         for row in range(self.rows):
             for begin, lanes in self.vectors:
                 at = row * self.columns + begin
-                vectors.store(self.total, at, self.value(row, begin, lanes) + vectors.load(self.sums, at, lanes), lanes)
+                sums = vectors.load(self.sums, at, lanes)
+                vectors.store(self.total, at, both(self.value(row, begin, lanes), sums), lanes)
 
     def _part(
         self, first: Position, depth: int, left: "Multipliers", right: Callable[[Position, int, int], Value]
     ) -> None:
         """The sums of `depth` products from the `first` on, in registers."""
-        self._clear(self.sums)
+        self._clear()
         for at, row, lanes in self.upright:
             vectors.store(self.beside, at * self.rows + row, vectors.splat(0.0, lanes), lanes)
         self.accumulate(first, depth, left, right)
