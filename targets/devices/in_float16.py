@@ -26,7 +26,7 @@ class InFloat16(Prepared):
     def agree(self, subject: str, found: Sequence[np.ndarray]) -> agreement.Agreement:
         """Hold what was computed to what the module gives, to float16's tolerance (`agreement.FLOAT16`), as many times
         wider as rounding moves the module further than others: weights and what is kept between kernels are rounded,
-        and so are sums of up to 64 products. A module that rounds to integers is allowed that beside what they cost.
+        and so are sums of up to 96 products. A module that rounds to integers is allowed that beside what they cost.
 
         Raises:
             CheckFailedError: they disagree; the first operator whose result float16 cannot hold is named, if any is.

@@ -34,9 +34,6 @@ from attnrewrite.targets.tvm.schedules.view import Layout
 
 BASE = math.log2(math.e)  # what is multiplied by it is a logarithm to the base of two
 LEAST = BASE * NEGLIGIBLE
-# Where the search for the largest score begins: finite, so that a masked block leaves no nan, and no more than what
-# masks are filled with where they are not infinite.
-LOWEST = float(np.finfo(np.float32).min)
 
 Sums = Callable[[int, int, int], Value]  # of a channel, from a query on, for so many
 
@@ -97,7 +94,7 @@ class _Writer:
 
     def clear(self, largest: Any, total: Any) -> None:
         """Before the first block."""
-        self.fill(largest, float(np.finfo(self.scored).min))
+        self.fill(largest, lowest(self.scored))
         self.fill(total, 0.0)
 
     def fill(self, buffer: Any, number: float) -> None:
@@ -226,6 +223,13 @@ class _Writer:
 
     def read(self, panels: Panels, at: Position, lanes: int) -> Value:
         return vectors.load(self.buffers[panels.argument], at, lanes, dtype=self.profile.stored)
+
+
+def lowest(dtype: str) -> float:
+    """Where the search for the largest score begins: finite, so that a masked block leaves no nan, and no more than
+    what masks are filled with where they are not infinite.
+    """
+    return float(np.finfo(dtype).min)
 
 
 def own(buffer: Any, at: Position, lanes: int) -> Value:

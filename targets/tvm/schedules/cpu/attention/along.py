@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
-from attnrewrite.targets.tvm.schedules.cpu.attention.across import LOWEST
+from attnrewrite.targets.tvm.schedules.cpu.attention.across import lowest
 from attnrewrite.targets.tvm.schedules.cpu.attention.order import Order, Tile
 from attnrewrite.targets.tvm.schedules.cpu.function import (
     address,
@@ -36,6 +36,8 @@ from attnrewrite.targets.tvm.schedules.expression import (
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import Layout
+
+LOWEST = lowest(FLOAT32)
 
 
 @dataclass(frozen=True)
