@@ -180,7 +180,9 @@ def _argument(base: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """What the walk came to at a value; `covers` are the variables whose operators were dealt with there."""
+    """What became of a value: the rule that took it, or the `reason` why none did; `covers` are the variables whose
+    operators that computes, `before` the refusals of rules that were asked earlier.
+    """
 
     var: Any
     rule: str

@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """Steps that compute a value, and the variables whose operators they do the work of, the value's own first."""
+    """Steps that compute a value, and `covers`: the variables whose operators they compute, the value's own first."""
 
     steps: tuple[Step, ...]
     covers: tuple[Any, ...]

@@ -61,7 +61,9 @@ class Traced:
 
 
 def elementwise(graph: Graph, var: Any) -> Elementwise:
-    """A value's arithmetic, as far as nobody else reads what lies between. A leaf, at least."""
+    """The arithmetic that makes a value, back to operands that others read too or that no arithmetic makes; a single
+    leaf where there is none.
+    """
     applied = _applied(graph, var)
     if applied is None:
         return Elementwise(Leaf(graph.view(var)), ())
@@ -79,12 +81,14 @@ def elementwise(graph: Graph, var: Any) -> Elementwise:
 
 
 def destination(graph: Graph, var: Any) -> tuple[Any, Layout, tuple[Any, ...]]:
-    """What a value is before it is only moved, where that has to be written to be the value, and what moves it."""
+    """The value that a chain of movement makes `var` from, where its elements have to be written for the buffer to be
+    `var`, and the variables of the chain.
+    """
     return destinations(graph, var)[-1]
 
 
 def destinations(graph: Graph, var: Any) -> list[tuple[Any, Layout, tuple[Any, ...]]]:
-    """The value itself and what it is before each step of movement that leads to it, back to its `destination`."""
+    """The same for each step of the chain, from the value itself back to its `destination`."""
     place = contiguous(shape(var))
     found: list[tuple[Any, Layout, tuple[Any, ...]]] = [(var, place, ())]
     while (call := graph.call(var, *relax_graph.MOVEMENT)) is not None:

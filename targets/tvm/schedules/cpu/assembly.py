@@ -40,7 +40,7 @@ from attnrewrite.targets.tvm.schedules.view import Layout, Shape, View, contiguo
 
 
 class Assembly:
-    """Steps so far, and the variables whose operators they do the work of."""
+    """A kernel while its rule puts it together: its steps so far, and the variables whose operators they compute."""
 
     def __init__(self, covers: Sequence[Any]) -> None:
         self.steps: list[Step] = []
@@ -54,8 +54,8 @@ class Assembly:
         return Kernel(tuple(self.steps), tuple(dict.fromkeys(self.covers)))
 
     def view(self, value: Expression, space: Shape) -> View:
-        """What is read more than once: a view as it is, arithmetic computed first. Of its last two axes that one is the
-        faster which is so in its largest operand.
+        """A value that will be read more than once, as a view: arithmetic is computed by a step of its own first. The
+        faster of the last two axes in its result is the one that is faster in its largest operand.
         """
         if isinstance(value, Leaf):
             return value.view
