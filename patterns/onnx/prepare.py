@@ -77,12 +77,14 @@ def opset_versions(model: ir.Model) -> dict[str, int]:
 
 
 def inlined(model: ir.Model) -> ir.Model:
-    """A copy that shares the tensors, in topological order, without functions.
+    """A copy that shares the tensors, in topological order, without functions. `model` is put in that order, too, which
+    nothing can be copied without: converters to float16 put their casts last.
 
     Raises:
         InputError: the graph or a function calls itself.
     """
     try:
+        model.graph.sort()
         copy = model.clone()
         if copy.functions:
             InlinePass()(copy)

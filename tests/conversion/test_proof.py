@@ -130,11 +130,13 @@ def test_draws_that_a_model_does_not_take_as_one_batch_are_tried_one_by_one() ->
     example, mixed = draws
     told: list[tuple[int, int]] = []
     agreed = agreement("single", Single(), graph, in_one_batch(draws), progress=lambda *far: told.append(far))
+    own = "the example's values in another order"
     assert [run.draw.name for run in agreed.runs] == [
-        "the example", "sparse values of both signs, 1 image", "large values of one sign, 1 image"
+        "the example", f"{own}, as many images as in the example", "sparse values of both signs, 1 image",
+        "large values of one sign, 1 image",
     ]  # fmt: skip
-    assert told == [(0, 1), (1, 3), (2, 3), (3, 6), (4, 6), (5, 6), (6, 6)]
-    two = "the example's values in another order, 2 images"
+    assert told == [(0, 1), (1, 3), (2, 3), (3, 6), (4, 7), (5, 7), (6, 7), (7, 7)]
+    two = f"{own}, 2 images"
     assert list(agreed.refused) == [f"{example.name} and {mixed.name}", mixed.name, two]
 
 
