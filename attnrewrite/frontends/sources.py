@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
@@ -50,7 +50,7 @@ class Origin:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     crop: Annotated[float, Field(ge=0.01, le=10)] = 1.0  # beyond these a resized picture has no pixels, or too many
-    interpolation: str = "bicubic"
+    interpolation: Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"] = "bicubic"
     labels: tuple[str, ...] | None = None
 
     @property
@@ -118,13 +118,17 @@ class Source:
         """
         if self.folder is None:
             raise InputError(f"{self.name} is not a folder that convert wrote: it has no original")
-        if self.origin is None:
-            raise InputError(f"{self.folder} was converted from a model in memory: its original cannot be loaded")
-        if spec is None:
-            _require_own(self.origin, self.folder)
-        return replace(
-            self.origin, spec=spec or self.origin.spec, checkpoint=checkpoint or self.origin.checkpoint
-        ).load()
+        origin = self.origin
+        if origin is None and spec is None:
+            raise InputError(
+                f"{self.folder} was converted from a model in memory, and its report cannot say where that is: where a "
+                "file or a library has it, name it with --original"
+            )
+        if origin is None:
+            origin = _describe(Origin(str(spec)), replace(self, folder=None))
+        elif spec is None:
+            _require_own(origin, self.folder)
+        return replace(origin, spec=spec or origin.spec, checkpoint=checkpoint or origin.checkpoint).load()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

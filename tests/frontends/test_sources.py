@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -242,9 +243,12 @@ def converted_without_report(path: Path) -> None:
     torch.export.save(exported(nn.Conv2d(3, 2, 16).eval()), path / "out" / "model.pt2")
 
 
-def converted_of_no_picture(path: Path) -> None:
-    converted_without_report(path)
-    (path / "out" / "report.json").write_text('{"source": {"spec": "timm:vit", "crop": 1e9}}')
+def converted_as_if(**source: Any) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        converted_without_report(path)
+        (path / "out" / "report.json").write_text(json.dumps({"source": {"spec": "timm:vit", **source}}))
+
+    return write
 
 
 def python(text: str) -> Callable[[Path], object]:
@@ -267,7 +271,8 @@ BAD_SOURCES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a folder of something": (".", nothing, "is not a converted model, as it holds no model.pt2"),
     "a transformers folder": (".", lambda path: (path / "config.json").touch(), r"is given as hf:\."),
     "a folder without report": ("out", converted_without_report, "report.json is missing or damaged"),
-    "a folder whose pictures have no size": ("out", converted_of_no_picture, "report.json is missing or damaged"),
+    "a folder whose pictures have no size": ("out", converted_as_if(crop=1e9), "report.json is missing or damaged"),
+    "a folder of an unknown filter": ("out", converted_as_if(interpolation="x"), "report.json is missing or damaged"),
     "an unknown library": ("tim:vit", nothing, "unknown kind of model 'tim': did you mean 'timm'"),
     "no such thing": ("vit", nothing, "no model 'vit': give"),
     "a name left out": ("timm:", nothing, "timm: needs a name"),

@@ -244,6 +244,20 @@ def test_an_original_without_a_folder_is_refused(
     assert said in capsys.readouterr().err
 
 
+def test_the_original_of_a_model_that_was_in_memory_is_named(model_file: Path, data: Path, tmp_path: Path) -> None:
+    model = load_source(f"{model_file}:vit", **HOW).model
+    assert model is not None
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    out = ar.convert(model, variant="l1", **HOW).save(tmp_path / "out")
+    with pytest.raises(InputError, match=r"in memory.* name it with --original"):
+        load_source(out).original()
+    original = load_source(out).original(f"{model_file}:vit", str(tmp_path / "w.pt"))
+    assert original.input_size == (3, 16, 16)
+    assert original.preprocessing == load_source(out).preprocessing
+    example = original.example_inputs[0]
+    torch.testing.assert_close(original.model(example), model(example))  # type: ignore[misc]
+
+
 def test_where_the_state_folder_cannot_be_written_a_line_says_so(
     model_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
