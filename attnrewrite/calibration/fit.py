@@ -142,9 +142,9 @@ def teacher_heads(teacher: Segments, name: str) -> Iterator[Heads]:
 
 
 def _some_heads(teacher: Segments, name: str) -> Iterator[Heads]:
-    """The same of the first of the images, one in maps.IMAGES."""
+    """The same of the first of the images, one in maps.ONE_IMAGE_IN."""
     images = teacher.images
-    limit = len(images.images) // maps.IMAGES
+    limit = len(images.images) // maps.ONE_IMAGE_IN
     for (start, stop), heads in zip(images.bounds, teacher_heads(teacher, name), strict=False):
         if start >= limit:
             return

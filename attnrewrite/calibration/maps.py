@@ -14,10 +14,10 @@ from torch import Tensor
 from attnrewrite.variants.base import Form, Heads
 from attnrewrite.variants.parts.tensors import wide
 
-IMAGES = 10  # one in so many is searched with: a search costs no more beside a forward pass, however many there are,
-TOKENS = 16_384  # and no more than so many tokens
-CHECKED = 4_096  # others, which say whether a search has helped
-AT_ONCE = 512  # tokens whose intermediate results are held
+ONE_IMAGE_IN = 10  # is searched with: a search costs no more beside a forward pass, however many images there are,
+MOST_TOKENS = 16_384  # and no more than so many tokens
+CHECKED_TOKENS = 4_096  # others, which say whether a search has helped
+TOKENS_AT_ONCE = 512  # whose intermediate results are held
 STEPS = 40  # of L-BFGS
 TENSORS = 5  # query, key, value, softmax's output, and one to spare
 INTERMEDIATE = 10  # times as much is held of a part to descend in
@@ -27,15 +27,15 @@ Sample = tuple[Heads, Tensor]  # what a form reads, and what softmax makes of it
 
 def search(form: Form, softmax: Form, heads: Iterable[Heads]) -> bool:
     """Change the parameters that `form` names in `searched` so that it gives what `softmax` gives, by L-BFGS (Liu and
-    Nocedal 1989) on the first TOKENS tokens of `heads`: the squared error of each head's output over its variance.
+    Nocedal 1989) on the first MOST_TOKENS of `heads`: the squared error of each head's output over its variance.
 
-    Where it is no closer on the CHECKED tokens after them, the parameters are left as they are. The result does not
+    Where it is no closer on the CHECKED_TOKENS after them, the parameters are left as they are. The result does not
     depend on how `heads` come in batches. False: there are too few tokens to search with and to check.
     """
     if not form.searched():
         return True
     samples = list(_samples(heads, softmax))
-    fitted = samples[: max(1, len(samples) * TOKENS // (TOKENS + CHECKED))]
+    fitted = samples[: max(1, len(samples) * MOST_TOKENS // (MOST_TOKENS + CHECKED_TOKENS))]
     checked = samples[len(fitted) :]
     if not checked:
         return False
@@ -53,18 +53,18 @@ def held_bytes(width: int, tokens: int) -> int:
     """What a search holds at a site of so many channels that sees so many tokens in all: its sample, and what is
     computed of a part of it. Nothing is searched with less than a part.
     """
-    sample = min(tokens, TOKENS + CHECKED) + INTERMEDIATE * AT_ONCE
-    return 4 * width * TENSORS * sample if tokens >= AT_ONCE else 0
+    sample = min(tokens, MOST_TOKENS + CHECKED_TOKENS) + INTERMEDIATE * TOKENS_AT_ONCE
+    return 4 * width * TENSORS * sample if tokens >= TOKENS_AT_ONCE else 0
 
 
 def _samples(heads: Iterable[Heads], softmax: Form) -> Iterator[Sample]:
-    """The first tokens of `heads`, in parts of as many whole images (or windows) as AT_ONCE has room for."""
+    """The first tokens of `heads`, in parts of as many whole images (or windows) as TOKENS_AT_ONCE has room for."""
     waiting: list[Heads] = []
     tokens = 0
     for batch in heads:
         queries = batch.query.shape[2]
         waiting.append(batch)
-        size = max(1, AT_ONCE // queries)
+        size = max(1, TOKENS_AT_ONCE // queries)
         while sum(len(each.query) for each in waiting) >= size:
             whole = _joined(waiting)
             part, rest = _widened(first_rows(whole, size)), _rows(whole, slice(size, None))
@@ -72,7 +72,7 @@ def _samples(heads: Iterable[Heads], softmax: Form) -> Iterator[Sample]:
             with torch.no_grad():
                 yield part, softmax(*part)
             tokens += size * queries
-            if tokens >= TOKENS + CHECKED:
+            if tokens >= MOST_TOKENS + CHECKED_TOKENS:
                 return
 
 

@@ -23,8 +23,8 @@ from attnrewrite.request import Execution
 class StageInput:
     """What a stage works on: the original, which distances are measured to; the teacher, the same with softmax
     re-emitted at the sites, which has their activations; the student; the images that are fitted to, and those held
-    out, which only measure and choose what is kept; how the work is run, and by which processes. `weights` gives what
-    each token of the teacher counts, for the images in batches; None: a fit finds it out.
+    out, which only measure and choose what is kept; how the work is run, and by which processes. `importance` gives
+    what each token of the teacher counts, for the images in batches; None: a fit finds it out.
     """
 
     original: GraphModule
@@ -34,7 +34,7 @@ class StageInput:
     held_out: Pool
     execution: Execution = field(default_factory=Execution)
     processes: Processes = field(default_factory=Processes)
-    weights: Callable[[Pool], Importance] | None = None
+    importance: Callable[[Pool], Importance] | None = None
 
     @cached_property
     def wanted(self) -> Tensor:

@@ -71,7 +71,7 @@ class Workplace:
             return lambda *inputs: blocks.gradients(inputs, 0)
 
         pieces = None
-        if ends is None and given.weights is None and not pool.filled:
+        if ends is None and given.importance is None and not pool.filled:
             pieces = next((few for few in FEW_PIECES if has_room_for(ENOUGH, pool, backwards(few), *beside)), None)
         images = sized(pool, what, backwards(pieces), *beside)
         size = given.processes.from_owner(images.batch_size, 0)  # all processes have the same batches
@@ -89,8 +89,8 @@ class Workplace:
             Segments(given.teacher, self.images, processes, self.store()) as teacher,
             Segments(given.student, self.images, processes, self.store()) as student,
         ):
-            if given.weights is not None:
-                weights = given.weights(self.images)
+            if given.importance is not None:
+                weights = given.importance(self.images)
             else:
                 weights = importance(given.teacher, self.images, processes, energy, self.draws, self.pieces)
             yield teacher, student, weights
@@ -120,5 +120,5 @@ def _held_bytes(points: Sequence[Point], stream: int) -> int:
     """The most that solving for a map holds, or a search of a form's maps; all activations are `stream` bytes."""
     solving = [point.branch.solver_bytes for point in points if point.branch is not None]
     widths = [point.branch.weight.shape[1] for point in points if point.branch is not None and point.searches]
-    searching = [maps.held_bytes(width, stream // (4 * width * maps.IMAGES)) for width in widths]
+    searching = [maps.held_bytes(width, stream // (4 * width * maps.ONE_IMAGE_IN)) for width in widths]
     return max(*solving, *searching, 0, 0)

@@ -41,7 +41,7 @@ class CrossFit:
             with placed(self.processes.device, original, teacher, student):
                 given = StageInput(
                     original, teacher, student, *split(self.images.take(fold.fitting)), self.execution, self.processes,
-                    fold.weights,
+                    fold.importance,
                 )  # fmt: skip
                 Fit(name="fit for the selection").run(given)
                 batch = given.measuring.batch_size  # what memory has room for
@@ -67,7 +67,7 @@ class _Fold:
     measuring: np.ndarray
     _known: dict[int, Importance] = field(default_factory=dict)
 
-    def weights(self, images: Pool) -> Importance:
+    def importance(self, images: Pool) -> Importance:
         """What the tokens of `images`, those to fit, count. A number for each token stays in memory."""
         if images.batch_size not in self._known:
             self._known[images.batch_size] = importance(

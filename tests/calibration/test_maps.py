@@ -48,9 +48,9 @@ def error(form: Form, heads: Heads = OTHERS) -> float:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The site has 26 tokens: parts of ten images, eighty of which are searched with and twenty checked."""
-    monkeypatch.setattr(maps, "AT_ONCE", 260)
-    monkeypatch.setattr(maps, "TOKENS", 8 * 260)
-    monkeypatch.setattr(maps, "CHECKED", 2 * 260)
+    monkeypatch.setattr(maps, "TOKENS_AT_ONCE", 260)
+    monkeypatch.setattr(maps, "MOST_TOKENS", 8 * 260)
+    monkeypatch.setattr(maps, "CHECKED_TOKENS", 2 * 260)
 
 
 def test_these_forms_have_maps_that_no_closed_form_gives() -> None:
