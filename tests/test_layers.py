@@ -46,7 +46,12 @@ FLOORS = (
     ("targets.coreml.passes",),
     ("frontends", "targets.runners", "targets.coreml", "targets.tvm.schedules"),
     ("targets.tvm.schedules.cpu",),
-    ("targets.tvm.schedules.cpu.attention", "targets.tvm.schedules.cpu.strassen", "targets.tvm.schedules.cpu.winograd"),
+    (
+        "targets.tvm.schedules.cpu.attention",
+        "targets.tvm.schedules.cpu.int8",
+        "targets.tvm.schedules.cpu.strassen",
+        "targets.tvm.schedules.cpu.winograd",
+    ),
     ("targets.tvm.schedules.cpu.convolution",),
     ("targets.tvm.schedules.pipelines",),
     ("targets.tvm",),

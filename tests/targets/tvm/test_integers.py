@@ -18,7 +18,7 @@ from kernels import HOST, PROCESSORS, close, scheduled, values, wide
 from tvm import relax
 
 from attnrewrite.targets.devices.arm_cpu import ArmCpu
-from attnrewrite.targets.tvm.schedules.cpu.dot import dot_of
+from attnrewrite.targets.tvm.schedules.cpu.int8.dot import dot_of
 from attnrewrite.targets.tvm.schedules.pipelines.cpu import schedule
 from attnrewrite.targets.tvm.schedules.profile import FLOAT16, Profile, profile
 

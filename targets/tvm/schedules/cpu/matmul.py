@@ -5,7 +5,7 @@ from typing import Any
 
 from attnrewrite.errors import Refusal
 from attnrewrite.targets.tvm.schedules.cpu.assembly import Assembly, expanded, is_shared, scaled
-from attnrewrite.targets.tvm.schedules.cpu.matmul_int8 import is_of_integers
+from attnrewrite.targets.tvm.schedules.cpu.integers import is_of_integers
 from attnrewrite.targets.tvm.schedules.expression import Expression, factored
 from attnrewrite.targets.tvm.schedules.graph import is_float, shape
 from attnrewrite.targets.tvm.schedules.profile import FLOAT32, Profile

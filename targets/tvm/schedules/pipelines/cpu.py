@@ -9,8 +9,8 @@ from attnrewrite.targets.tvm.schedules.cpu.attention.rule import ATTENTION
 from attnrewrite.targets.tvm.schedules.cpu.convolution.rule import CONVOLUTION
 from attnrewrite.targets.tvm.schedules.cpu.elementwise import ARITHMETIC, JOIN, PAD
 from attnrewrite.targets.tvm.schedules.cpu.gather import TAKE
+from attnrewrite.targets.tvm.schedules.cpu.int8.rule import MATMUL_INT8
 from attnrewrite.targets.tvm.schedules.cpu.matmul import MATMUL
-from attnrewrite.targets.tvm.schedules.cpu.matmul_int8 import MATMUL_INT8
 from attnrewrite.targets.tvm.schedules.cpu.normalisation import GROUP_NORM, NORM, SOFTMAX
 from attnrewrite.targets.tvm.schedules.cpu.reduction import POOL, REDUCTION
 from attnrewrite.targets.tvm.schedules.cpu.strassen.rule import STRASSEN

@@ -8,12 +8,12 @@ from tvm import tirx
 from tvm.tirx.script.builder import ir as T
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
+from attnrewrite.targets.tvm.schedules.cpu.integers import MOST
 from attnrewrite.targets.tvm.schedules.cpu.vectors import Value
 from attnrewrite.targets.tvm.schedules.profile import Profile
 
 WORD = 4  # integers in a word
 TURNS = 4  # words in a turn of a loop over them, or twice as many
-MOST = 127  # of the integers, and of their negatives
 SIGNS = -0x7F7F7F80  # 128 added to each integer of a word, as their signs are flipped
 DEEPEST = 1 << 16  # products whose sum is sure to fit in 32 bits
 
