@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError, Refusal, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import Draw
 from attnrewrite.passes.verify import HALF_STEPS, MOST_MISMATCH, Run, discrete_mismatch, known_error, outputs
 from attnrewrite.passes.wide import Recording
+from attnrewrite.patterns.fx.operators import draws_numbers
 
 GRAPH_TOLERANCE = 1e-4  # the graph's operations are the model's own, but for the order of the sums in an einsum
 
@@ -112,7 +113,7 @@ def agreement(
         else:
             runs.append(_run(recording, draw))
             most = max(most, _require_agreement(name, graph, runs[-1], answer))
-    if any(_draws_numbers(node) for node in graph.graph.nodes):
+    if any(draws_numbers(node) for node in graph.graph.nodes):
         for run in runs:
             _require_repeatable(name, graph, run.draw)
     progress(len(runs) + len(refused), len(runs) + len(refused))
@@ -183,18 +184,9 @@ def _require_repeatable(name: str, graph: GraphModule, draw: Draw) -> None:
     first, second = (outputs(graph(*draw.inputs)) for _ in range(2))
     if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True)):
         return
-    drawing = next((node.name for node in graph.graph.nodes if _draws_numbers(node)), "a place that is not known")
+    drawing = next((node.name for node in graph.graph.nodes if draws_numbers(node)), "a place that is not known")
     raise InputError(
         f"{name} answers the same input differently each time, as it draws random numbers at {drawing}: make forward "
         "repeatable (dropout stays active in evaluation mode where it is not told, as in "
         "F.dropout(x, training=self.training))"
     )
-
-
-def _draws_numbers(node: Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    named = {known.name: given for known, given in zip(target._schema.arguments, node.args, strict=False)}
-    # attention is tagged for its dropout, of which there may be none
-    return bool((named | node.kwargs).get("dropout_p", 0.0 if "attention" in str(target) else 1.0))

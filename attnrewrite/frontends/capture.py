@@ -121,9 +121,11 @@ def _trace(model: nn.Module, inputs: tuple[Tensor, ...]) -> GraphModule:
     """The operations of one call, none of them in place; what a model reads of its own constants, as the lengths of
     windows, are numbers in it. The graph is made functional, not the call: torch can read no numbers inside that.
     """
+    state = torch.get_rng_state()
     module = make_fx(model, DEFINITIONS, record_module_stack=True)(*inputs)
     if not any(node.op == "call_function" and writes(node) for node in module.graph.nodes):
         return module
+    torch.set_rng_state(state)  # sizes may follow from what was drawn
     with preserve_node_meta():
         return make_fx(torch.func.functionalize(Interpreter(module).run, remove="mutations"), DEFINITIONS)(*inputs)
 

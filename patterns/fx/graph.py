@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import InputError
 from attnrewrite.patterns.fx.normalise import normalise
-from attnrewrite.patterns.fx.operators import FACTORIES, module_path, operator_name
+from attnrewrite.patterns.fx.operators import FACTORIES, draws_numbers, module_path, operator_name
 from attnrewrite.patterns.graph import Operation
 from attnrewrite.patterns.softmaxes import softmax_by_hand
 
@@ -157,7 +157,7 @@ class FxGraph:
     def _node_is_constant(self, node: Node) -> bool:
         if node.op == "placeholder":
             return not isinstance(node.meta.get("val"), Tensor)
-        if node.op == "get_attr" and node.target in self._written:
+        if (node.op == "get_attr" and node.target in self._written) or draws_numbers(node):
             return False
         if (
             node.op == "get_attr"

@@ -90,6 +90,17 @@ def operator_name(node: Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def draws_numbers(node: Node) -> bool:
+    """Whether an operation draws random numbers. Attention and dropout may not, and are marked as if they did."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    named = {known.name: given for known, given in zip(target._schema.arguments, node.args, strict=False)}
+    given = named | node.kwargs
+    active = given.get("train", True) and given.get("training", True)
+    return bool(active and given.get("dropout_p", 0.0 if "attention" in str(target) else 1.0))
+
+
 def module_path(node: Node) -> str:
     """The path of the innermost module that a node was traced in; empty where that is the model itself or not known."""
     paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]

@@ -58,6 +58,14 @@ class Stretches(Block):
         return torch.cat([super(Stretches, self).forward(part) for part in parts], 1)
 
 
+class Sampling(Block):
+    """Attends over as many tokens as are drawn at random, and writes in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[:, torch.rand(x.shape[1]) > 0.5]
+        return super().forward(kept).add_(kept)
+
+
 def test_the_batch_is_open_where_the_model_leaves_it_open() -> None:
     captured = capture("m", Block(), (X,))
     assert (captured.fixed_batch, captured.exact) == (None, True)
@@ -82,6 +90,13 @@ def test_lengths_that_a_model_computes_of_its_own_numbers_are_explained() -> Non
     first, second = ar.explain(Stretches(), (X,)).sites
     assert (first.n_queries, second.n_queries) == (3, 5)
     assert first.fingerprint == second.fingerprint
+
+
+def test_as_many_tokens_as_are_drawn_are_explained_whatever_is_drawn() -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        (site,) = ar.explain(Sampling(), (X,)).sites
+        assert site.n_queries == site.n_keys
 
 
 def test_branches_that_follow_the_data_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
