@@ -318,6 +318,20 @@ def test_an_imported_attention_is_the_same_site(name: str) -> None:
     assert (mine.heads, mine.n_queries, mine.scale) == (wanted.heads, wanted.n_queries, pytest.approx(wanted.scale))
 
 
+def test_a_model_in_half_precision_is_held_to_what_it_means() -> None:
+    """Its rounding is ten times what is allowed. The converter puts its casts behind what reads them."""
+    float16 = pytest.importorskip("onnxruntime.transformers.float16")
+    half = float16.convert_float_to_float16(ir.serde.serialize_model(spelled("opset 11")), keep_io_types=True)
+    model = ir.serde.deserialize_model(half)
+    module, inputs = import_model(model)
+    assert len(scan_onnx(OnnxGraph(model), "model").sites) == 1
+    assert any(parameter.dtype == torch.float16 for parameter in module.parameters())
+    assert difference(model, module, inputs) <= TOLERANCE
+    with torch.no_grad():
+        next(each for each in module.parameters() if each.dim() == 2).mul_(1.01)
+    assert difference(model, module, inputs) > TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
