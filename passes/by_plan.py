@@ -109,6 +109,7 @@ def place(graph: GraphView, site: AttentionSite, placement: Placement, precision
         raise told(f"variant {placement.variant.name!r} at {site.id}", error, site=site.id) from error
     rewritten = build_site(graph, site, form).eval()
     rewritten.to(precision(rewritten, site))  # constants were read as float32 or wider
+    rewritten.settle()
     if placement.weights:
         try:
             rewritten.load_state_dict(dict(placement.weights), strict=True)

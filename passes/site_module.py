@@ -98,18 +98,31 @@ class Read(nn.Module):
 
 
 class ProjectedRead(nn.Module):
-    """Tokens and the projection that makes the heads' queries, keys or values of them."""
+    """Tokens and the projection that makes the heads' queries, keys or values of them, times `factor`."""
 
-    def __init__(self, layout: Layout, weight: Tensor, bias: Tensor | None, heads: int) -> None:
+    def __init__(self, layout: Layout, weight: Tensor, bias: Tensor | None, heads: int, factor: float = 1.0) -> None:
         super().__init__()
         self.layout = layout
         self.heads = heads
+        self.factor = factor
         self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(bias) if bias is not None else None
 
     def forward(self, tensor: Tensor) -> Tensor:
         projected = F.linear(tokens_of(tensor, self.layout), self.weight, self.bias)
+        projected = projected if self.factor == 1.0 else projected * self.factor
         return projected.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Take the factor into the weights, but not where that would round them once more: in half precision, unless it
+        is a power of two.
+        """
+        if self.weight.dtype in (torch.float16, torch.bfloat16) and abs(math.frexp(self.factor)[0]) != 0.5:
+            return
+        for own in self.parameters():
+            own.mul_(self.factor)
+        self.factor = 1.0
 
     def absorb(self, after: Affine | None, heads: int) -> None:
         """Do what `after` does to the heads as well, and give `heads` of them."""
@@ -187,6 +200,12 @@ class SiteModule(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         return self.output(self.form(*self.attend_inputs(*tensors)))
 
+    def settle(self) -> None:
+        """Take factors into the projections, as the module's precision allows."""
+        for reader in (self.query, self.key, self.value):
+            if isinstance(reader, ProjectedRead):
+                reader.fold()
+
     def deploy(self) -> None:
         """Become what stands in a lowered model: the form as it is deployed, its outer maps in the projections."""
         self.form = self.form.deploy()
@@ -260,19 +279,18 @@ class SiteModule(nn.Module):
 
 
 def build_site(graph: GraphView, site: AttentionSite, form: Form) -> SiteModule:
-    """The module for `site` with `form` in it and the model's own weights around it. The site must have a core."""
+    """The module for `site` with `form` in it and the model's own weights around it, for `settle` once its precision is
+    set. The site must have a core.
+    """
     assert site.core is not None, f"{site.id} has no core: refuse it before building"
     parts: dict[str, nn.Module] = {}
     values: dict[str, str] = {}
     for role in ("query", "key", "value"):
         projection, operand = _projection(site, role), getattr(site.core, role)
         if projection is not None and projection.input is not None:
-            weight, bias = projection_weights(graph, projection)
-            scaled = (
-                None if array is None else array * np.asarray(projection.factor, array.dtype)
-                for array in (weight, bias)
-            )
-            parts[role] = ProjectedRead(projection.input.layout, *(_tensor(a) for a in scaled), heads=site.heads)  # type: ignore[misc,arg-type]
+            weight, bias = (_tensor(array) for array in projection_weights(graph, projection))
+            assert weight is not None
+            parts[role] = ProjectedRead(projection.input.layout, weight, bias, site.heads, projection.factor)
             values[role] = projection.input.value
         else:
             parts[role], values[role] = Read(operand), operand.value

@@ -101,6 +101,25 @@ def test_attention_in_float32_inside_a_model_in_half_precision(dtype: torch.dtyp
     assert relative_error(done.module(x), model(x)) <= 8 * torch.finfo(dtype).eps
 
 
+class Scaled(Mixed):
+    """Queries times a number that no type of half precision holds, and no table."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return self.proj(((query * 8**-0.5 @ key.mT).softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_weights_are_rounded_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Scaled().eval().to(dtype), torch.randn(2, 9, 16).to(dtype)
+    done = ar.convert(model, (x,), variant="softmax")
+    assert done.report["sites"][0]["identity_error"] <= 1e-5
+    reader = done.module.attention_site0.query
+    assert reader.factor == (1.0 if dtype == torch.float32 else 8**-0.5)
+    assert relative_error(done.module(x), model(x)) <= 8 * torch.finfo(dtype).eps
+
+
 class Autocast(nn.Module):
     """A model that has its own forward cast, weights and all."""
 
