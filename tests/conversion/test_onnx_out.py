@@ -48,6 +48,17 @@ def test_a_file_is_explained_without_torch(file: Path) -> None:
     assert (found.frontend, found.model, [site.id for site in found.sites]) == ("onnx", "vit", ["site0", "site1"])
 
 
+def test_a_file_in_half_precision_is_converted(file: Path, tmp_path: Path) -> None:
+    float16 = pytest.importorskip("onnxruntime.transformers.float16")
+    onnx.save(float16.convert_float_to_float16(onnx.load(file), keep_io_types=True), tmp_path / "half.onnx")
+    folder = ar.convert(tmp_path / "half.onnx", variant="l1").save(tmp_path / "out")
+    wide = ar.convert(file, variant="l1").module
+    images = torch.rand(2, *IMAGE[1:])
+    (found,) = run(ir.load(folder / "model.onnx"), images.numpy())
+    with torch.no_grad():
+        np.testing.assert_allclose(found, wide(images), rtol=0.02, atol=0.02)
+
+
 def test_a_file_is_converted_and_calibrated(file: Path, tmp_path: Path) -> None:
     images = [torch.rand(4, *IMAGE[1:]) for _ in range(3)]
     done = ar.convert(file, variant="l1", calibration=images, keep=["site1"])

@@ -18,7 +18,7 @@ from attnrewrite.patterns.onnx.files import quiet_ir
 from attnrewrite.patterns.onnx.operators import QUANTISED
 
 TOLERANCE = 1e-4
-_HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_HALF = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
 _ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear")
 
 
@@ -29,7 +29,7 @@ def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -
     from as onnxruntime has it. A rounding that the model lacks is an infinite difference. What computes in half
     precision rounds at other places in onnxruntime than in torch: both are compared as they mean it, without.
     """
-    if isinstance(module, GraphModule) and _computes_in_half(model) and not roundings(module):
+    if isinstance(module, GraphModule) and half_of(model) is not None and not roundings(module):
         wanted = run(in_float32(model), tuple(t.float() if t.dtype in HALF else t for t in inputs))
         with torch.no_grad():
             return _largest(Wide(module).run(*inputs), wanted)
@@ -51,14 +51,12 @@ def _largest(found: Tensor | tuple[Tensor, ...], wanted: Sequence[Tensor]) -> fl
     return max(relative_error(mine, theirs) for mine, theirs in pairs)
 
 
-def _computes_in_half(model: ir.Model) -> bool:
-    given = (*model.graph.inputs, *model.graph.initializers.values())
-    return any(value.dtype in _HALF for value in given) or any(
-        attribute.value in _HALF
-        for node in model.graph
-        for attribute in node.attributes.values()
-        if _is_type(attribute)
-    )
+def half_of(model: ir.Model) -> torch.dtype | None:
+    """The type of half precision that a model computes in, wherever it does; None where it does nowhere."""
+    given = (value.dtype for value in (*model.graph.inputs, *model.graph.initializers.values()))
+    attributes = (attribute for node in model.graph for attribute in node.attributes.values())
+    cast = (attribute.value for attribute in attributes if _is_type(attribute))
+    return next((_HALF[kind] for kind in (*given, *cast) if kind in _HALF), None)
 
 
 def in_float32(model: ir.Model) -> ir.Model:
