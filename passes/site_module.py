@@ -288,9 +288,8 @@ def build_site(graph: GraphView, site: AttentionSite, form: Form) -> SiteModule:
     for role in ("query", "key", "value"):
         projection, operand = _projection(site, role), getattr(site.core, role)
         if projection is not None and projection.input is not None:
-            weight, bias = (_tensor(array) for array in projection_weights(graph, projection))
-            assert weight is not None
-            parts[role] = ProjectedRead(projection.input.layout, weight, bias, site.heads, projection.factor)
+            own = map(_tensor, projection_weights(graph, projection))
+            parts[role] = ProjectedRead(projection.input.layout, *own, heads=site.heads, factor=projection.factor)  # type: ignore[arg-type,misc]
             values[role] = projection.input.value
         else:
             parts[role], values[role] = Read(operand), operand.value

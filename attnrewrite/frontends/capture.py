@@ -65,9 +65,11 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
         try:
             return forget_history(torch.export.export(module, inputs)), note
         except Exception as error:
+            way_out = "give a model whose forward takes tensors and has no data-dependent Python control flow"
+            if isinstance(module, torch.jit.ScriptModule):
+                way_out = "give the module that it was scripted or traced from"
             raise InputError(
-                f"{type(module).__name__} cannot be captured by torch.export: {first_line(error)}; "
-                "give a model whose forward takes tensors and has no data-dependent Python control flow"
+                f"{type(module).__name__} cannot be captured by torch.export: {first_line(error)}; {way_out}"
             ) from error
 
 

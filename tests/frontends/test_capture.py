@@ -99,6 +99,13 @@ def test_as_many_tokens_as_are_drawn_are_explained_whatever_is_drawn() -> None:
         assert site.n_queries == site.n_keys
 
 
+def test_torchscript_is_explained_and_asks_for_what_it_was_made_of() -> None:
+    traced = torch.jit.trace(Block().eval(), X)
+    assert len(ar.explain(traced, (X,)).sites) == 1
+    with pytest.raises(InputError, match="give the module that it was scripted or traced from; it can be explained"):
+        ar.convert(traced, (X,), variant="l1")
+
+
 def test_branches_that_follow_the_data_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match=r"Branching cannot be captured by torch.export: .*control flow"):
         ar.explain(Branching(), (X,))
