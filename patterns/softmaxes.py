@@ -1,4 +1,4 @@
-"""A softmax that a model writes out itself: exponentials over their sum."""
+"""A softmax that a model writes out itself: exponentials over their sum, or of its logarithm."""
 
 import math
 from typing import cast
@@ -7,12 +7,18 @@ import numpy as np
 
 from attnrewrite.patterns.graph import GraphView, Operation
 
+LOG_SOFTMAX = "log softmax"  # the name of such an operation, which has an `axis` as softmax has
+
 
 def softmax_by_hand(graph: GraphView, operation: Operation) -> Operation:
-    """`operation`, read as a softmax where it is exp(scores) / sum(exp(scores)) along one axis.
+    """`operation`, read as a softmax where it is exp(scores) / sum(exp(scores)) along one axis, or exp(log softmax).
 
     What is taken away from the scores before, most often their largest, is a term like any other.
     """
+    if (operation.kind, operation.name) == ("map", "exp"):
+        inner = graph.operation(operation.inputs[0])
+        if inner.name == LOG_SOFTMAX:
+            return Operation(operation.value, "softmax", "softmax", inner.inputs, inner.attributes)
     if (operation.kind, operation.name) != ("map", "div") or len(operation.inputs) != 2:
         return operation
     exponentials, total = operation.inputs

@@ -20,6 +20,7 @@ from attnrewrite.patterns.fx.operators import (
     operator_name,
 )
 from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.patterns.softmaxes import LOG_SOFTMAX
 
 
 class FxNodes(GraphView, Protocol):
@@ -178,6 +179,11 @@ def _softmax(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]
     return Operation(node.name, "softmax", "softmax", inputs, {"axis": int(axis) % max(len(graph.shape(node.name)), 1)})
 
 
+def _log_softmax(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) -> Operation:
+    found = _softmax(graph, node, producer, inputs)
+    return Operation(found.value, "other", LOG_SOFTMAX, inputs, found.attributes)
+
+
 def _norm_attributes(graph: FxNodes, name: str, producer: Node) -> dict[str, object]:
     """How it normalises. A BatchNorm by stored statistics is a fixed affine map; by the batch's own it is none."""
     if "batch_norm" not in name:
@@ -219,6 +225,7 @@ _SPECIAL: dict[str, Callable[[FxNodes, Node, Node, tuple[str, ...]], Operation]]
     **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     **dict.fromkeys(SOFTMAXES, _softmax),
+    **dict.fromkeys(("log_softmax", "_log_softmax"), _log_softmax),
     **dict.fromkeys(FUSED_ATTENTION, _sdpa),
     **dict.fromkeys(WHOLE_ATTENTION, _opaque),
 }

@@ -12,6 +12,7 @@ from attnrewrite.patterns.onnx.prepare import Prepared
 from attnrewrite.patterns.onnx.recognise import normalised_by_hand
 from attnrewrite.patterns.onnx.sizes import PRIVATE
 from attnrewrite.patterns.onnx.writer import integer, number
+from attnrewrite.patterns.softmaxes import LOG_SOFTMAX
 
 
 class OnnxView(GraphView, Protocol):
@@ -141,6 +142,12 @@ def _softmax(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]
     return Operation(value, "softmax", "softmax", inputs, {"axis": axis % max(len(graph.shape(value)), 1)})
 
 
+def _log_softmax(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+    found = _softmax(graph, value, node, inputs)
+    alone = graph.prepared.opsets.get("", 1) >= 13 or found.attributes["axis"] == len(graph.shape(value)) - 1
+    return Operation(value, "other", LOG_SOFTMAX if alone else "joint log softmax", inputs, found.attributes)
+
+
 def _is_weight(graph: OnnxView, value: str, beside: str) -> bool:
     return graph.is_constant(value) and (graph.is_stored(value) or not graph.is_constant(beside))
 
@@ -182,6 +189,7 @@ def _stored_tensor(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str
 _SPECIAL = {
     "Constant": _stored_tensor,
     "Softmax": _softmax,
+    "LogSoftmax": _log_softmax,
     "MatMul": _matmul,
     "Gemm": _gemm,
     "Conv": _conv,

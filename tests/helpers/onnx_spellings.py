@@ -64,6 +64,12 @@ SPELLINGS = {
             "s3 = Unsqueeze<axes=[4]>(s2)\n p1 = Softmax<axis=3>(s3)\n p = Squeeze<axes=[4]>(p1)",
         ),
     ),
+    "softmax of its logarithm": (
+        17,
+        (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(
+            "p = Softmax<axis=-1>(s2)", "l = LogSoftmax<axis=-1>(s2)\n  p = Exp(l)"
+        ),
+    ),
     "softmax by hand": (
         17,
         (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(

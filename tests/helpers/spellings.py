@@ -219,6 +219,11 @@ def softmax_by_hand(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged(exponentials / exponentials.sum(-1).unsqueeze(-1) @ v))
 
 
+def softmax_of_its_logarithm(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    return m.proj(merged((q @ k.transpose(-2, -1) * SCALE).log_softmax(-1).exp() @ v))
+
+
 def other_names(m: Any, x: Tensor) -> Tensor:
     q, k, v = unpacked(m, x)
     scores = torch.linalg.matmul(torch.multiply(q, SCALE), torch.moveaxis(k, -1, -2))
@@ -412,6 +417,7 @@ SPELLINGS = [
     ),
     Spelling("steadied", packed, steadied),
     Spelling("softmax by hand", packed, softmax_by_hand),
+    Spelling("softmax of its logarithm", packed, softmax_of_its_logarithm),
     Spelling("other names", packed, other_names),
     Spelling(
         "reduced keys",
