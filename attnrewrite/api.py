@@ -16,13 +16,14 @@ from attnrewrite.errors import InputError, Refusal, required, told, unknown_name
 from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
-from attnrewrite.files import as_path, staged, write_file
+from attnrewrite.files import as_path
 from attnrewrite.frontends.batches import any_batch, fixed_batch, require_pictures, runnable
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.examples import one_image
 from attnrewrite.frontends.sources import Source, examine_onnx, load_source
 from attnrewrite.images.dataset import Images, Inputs, load_images
 from attnrewrite.images.preprocessing import Size
+from attnrewrite.outputs import staged, write_file
 from attnrewrite.pages.comparison import comparison_page, comparison_table
 from attnrewrite.passes.original import require_numbers
 from attnrewrite.patterns.fx.graph import FxGraph

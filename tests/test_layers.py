@@ -37,6 +37,7 @@ FLOORS = (
     ("resources",),
     ("request", "site"),
     ("files", "plugins", "patterns"),
+    ("outputs",),
     ("images", "patterns.fx", "patterns.onnx", "variants.parts"),
     ("variants",),
     ("plan",),

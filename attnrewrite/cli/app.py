@@ -11,7 +11,7 @@ from attnrewrite import __version__
 from attnrewrite.cli.config import save_config
 from attnrewrite.cli.output import Outcome, results_alone, show
 from attnrewrite.cli.parameters import flattened
-from attnrewrite.files import reserved
+from attnrewrite.outputs import reserved
 
 app = typer.Typer(
     name="attnrewrite",

@@ -27,7 +27,8 @@ from attnrewrite.cli.options import (
 )
 from attnrewrite.cli.output import Outcome, bars, conversion_table, evaluation_table, made_lines, schedule_table, table
 from attnrewrite.errors import InputError
-from attnrewrite.files import as_path, check_apart, check_free, staged
+from attnrewrite.files import as_path
+from attnrewrite.outputs import check_apart, check_free, staged
 from attnrewrite.request import Budget, Calibration
 from attnrewrite.site import Scan
 

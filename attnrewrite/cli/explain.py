@@ -12,7 +12,7 @@ from attnrewrite.cli.engine import explain_package
 from attnrewrite.cli.options import ModelOptions, Original, RunOptions, SourceName
 from attnrewrite.cli.output import Outcome, table
 from attnrewrite.errors import InputError, Refusal
-from attnrewrite.files import check_free_file, write_file
+from attnrewrite.outputs import check_free_file, write_file
 from attnrewrite.pages.render import check_pages
 from attnrewrite.site import AttentionSite, Scan
 

@@ -15,11 +15,12 @@ from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import first_process
 from attnrewrite.errors import InputError, first_line
-from attnrewrite.files import as_path, read_json, staged
+from attnrewrite.files import as_path, read_json
 from attnrewrite.frontends.capture import export
 from attnrewrite.frontends.sources import Origin
 from attnrewrite.frontends.trust import remember
 from attnrewrite.images.preprocessing import Preprocessing
+from attnrewrite.outputs import staged
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.copying import quiet_copying
 from attnrewrite.passes.draws import arithmetic_inputs, drawn, in_one_batch

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnrewrite.errors import InputError
-from attnrewrite.files import as_path, read_json, write_file
+from attnrewrite.files import as_path, read_json
+from attnrewrite.outputs import write_file
 
 Status = Literal["measured", "estimated", "unavailable"]
 

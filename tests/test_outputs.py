@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from attnrewrite.errors import InputError
-from attnrewrite.files import as_path, check_free, check_free_file, reserved, staged, write_file
+from attnrewrite.files import as_path
+from attnrewrite.outputs import check_free, check_free_file, reserved, staged, write_file
 
 
 def report(text: str) -> str:
@@ -127,7 +128,7 @@ def test_a_folder_whose_replacement_was_cut_off_is_put_back(tmp_path: Path) -> N
 HOLD = """
 import sys, time
 from pathlib import Path
-from attnrewrite.files import reserved
+from attnrewrite.outputs import reserved
 
 with reserved(Path(sys.argv[1]), force=False):
     print("held", flush=True)
