@@ -18,7 +18,7 @@ from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.decompositions import Decompose, either
 from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.fold_constants import FoldConstants
-from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph
+from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.in_float32 import InFloat32
 from attnrewrite.passes.fx.misread import WRITTEN_OUT
@@ -111,9 +111,7 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad(), without_torch_logs():  # some operators have no gradient on every processor
-            program = forget_history(torch.export.export(module, example_inputs))
-            RemoveAssertions()(program.graph_module)  # and what they alone read, which compilers may not know
-            return program
+            return forget_history(torch.export.export(module, example_inputs))
     except GuardOnDataDependentSymNode as error:
         raise InputError(
             f"torch.export cannot capture the module: a branch or a size in it follows from values "

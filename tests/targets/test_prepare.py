@@ -154,18 +154,6 @@ def test_what_depends_on_no_input_is_computed_beforehand() -> None:
     assert set(program.state_dict) | set(program.constants) == {"folded_0", "folded_1", "folded_2"}
 
 
-def test_assertions_of_values_are_left_out_with_what_they_read() -> None:
-    class Asserting(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            torch._assert_async(torch._is_all_true(x.abs() < 10), "too large")
-            return x + 1
-
-    program = specialise(Asserting(), (torch.ones(3),))
-    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert called == ["aten.add.Tensor"]
-    torch.testing.assert_close(program.module()(torch.zeros(3)), torch.ones(3))
-
-
 def test_random_numbers_are_not_constants() -> None:
     program = canonical(specialise(Apply(lambda x: x + torch.rand(2, 4)), (heads(2, 4),)))
     assert aten.rand.default in targets_of(program)
