@@ -207,11 +207,14 @@ class SiteModule(nn.Module):
                 reader.fold()
 
     def deploy(self) -> None:
-        """Become what stands in a lowered model: the form as it is deployed, its outer maps in the projections."""
+        """Become what stands in a lowered model: the form as it is deployed, its outer maps in the projections, as
+        far as they can hold them.
+        """
         self.form = self.form.deploy()
-        maps = self.form.foldable_maps()
-        if maps is None or not self._can_hold(maps):
-            return
+        while (maps := self.form.foldable_maps()) is not None and self._can_hold(maps):
+            self._hold(maps)
+
+    def _hold(self, maps: FoldableMaps) -> None:
         self.form, self.heads = maps.form, maps.heads
         for role in ("query", "key", "value"):
             reader = getattr(self, role)

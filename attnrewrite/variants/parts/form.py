@@ -65,7 +65,8 @@ class Form(nn.Module):
 
     def foldable_maps(self) -> "FoldableMaps | None":
         """This form split into a form without its outer linear maps, and these maps, which projections can hold; None
-        where it has none. The form itself is not changed.
+        where it has none. The form itself is not changed. What is left is asked in turn, and may have maps again, for
+        other projections.
         """
         return None
 
