@@ -12,6 +12,7 @@ from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.parts.key_masks import key_weights
+from attnrewrite.variants.parts.mean_query import mean_query, shares_of
 from attnrewrite.variants.parts.ridge import LeastSquares
 from attnrewrite.variants.parts.softmax_rows import with_outputs
 from attnrewrite.variants.parts.tensors import as_type, merge_heads, score_scale, split_heads, wide
@@ -85,19 +86,9 @@ class SeparableForm(Form):
         self.gate.bias.copy_(1 + change[..., -1].flatten())
 
     def _fit_latents(self, batches: Iterator[Heads]) -> None:
-        total, count = torch.zeros(1, dtype=torch.float64), 0
-        for heads in batches:
-            total = total.to(heads.query.device) + heads.query.double().sum((0, 2))
-            count += heads.query.shape[0] * heads.query.shape[2]
-        mean = total * self.scale / count
-        self.latent.weight.copy_((self._shares().to(mean).unsqueeze(2) * mean).flatten(1))
-
-    def _shares(self) -> Tensor:
-        """[L, H]: which part of each latent's channels belongs to each head."""
-        channels, latents = self.gate.out_features, self.latent.out_features
-        channel = torch.arange(channels)
-        own = F.one_hot(channel // (channels // latents)).double()
-        return own.T @ F.one_hot(channel // (channels // self.heads)).double() * (latents / channels)
+        mean = mean_query(batches) * self.scale
+        shares = shares_of(self.latent.out_features, self.gate.out_features, self.heads)
+        self.latent.weight.copy_((shares.to(mean).unsqueeze(2) * mean).flatten(1))
 
 
 @dataclass(frozen=True, kw_only=True)
