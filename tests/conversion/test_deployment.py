@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from spellings import SPELLINGS, build
 from tiny_vits import INPUTS, encoder
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -32,6 +33,7 @@ FOLDED = [
     ("mobile", {**ROWS, "keep_heads": 0.5}),
     ("mobile", {**ROWS, "keep_heads": (0, 3), "reading": "paper"}),
     ("additive", ROWS),
+    ("additive", {**ROWS, "queries": 1}),
     ("l1", ROWS),
     ("l1", {}),
     ("hedgehog", {}),
@@ -111,10 +113,24 @@ def test_heads_that_take_no_part_are_not_projected() -> None:
 
 
 @torch.no_grad()
-def test_additive_has_two_maps_where_it_had_three() -> None:
+def test_additive_has_nothing_left_but_the_tokens_parts() -> None:
     for site in rewritten_sites(deployed(rewritten("additive exact_prefix=False"))).values():
         assert tuple(site.output.weight.shape) == (16, 32)
-        assert sum(p.numel() for p in site.form.parameters()) == 3 * 16
+        assert {name: tuple(own.shape) for name, own in site.form.named_parameters()} == {"weight": (16, 2)}
+
+
+@torch.no_grad()
+def test_projections_hold_what_they_can_where_others_do_not() -> None:
+    """Rotations stand between the projection of the queries and the form: the output projection holds its maps."""
+    model, x = build(next(each for each in SPELLINGS if each.name == "rotary"))
+    graph = capture("rotary", model, (x,)).module
+    (site,) = scan(FxGraph(graph), "rotary").sites
+    student = FxRewrite(Plan("rotary", (Placement.at(site, get_variant("additive")),)))(graph).double()
+    ready = deployed(student)
+    assert relative_error(ready(x.double()), student(x.double())) <= 1e-12
+    (found,) = rewritten_sites(ready).values()
+    assert tuple(found.output.weight.shape) == (24, 48)
+    assert {name.split(".")[0] for name, _ in found.form.named_parameters()} == {"weight", "slots"}
 
 
 @torch.no_grad()

@@ -106,11 +106,12 @@ def test_mobile_shows_how_small_heads_and_tokens_compete(reading: str) -> None:
     assert few.shape == (2, 2, 13)
 
 
-def test_additive_shows_each_tokens_part_in_the_global_query() -> None:
+def test_additive_shows_each_tokens_part_in_the_global_queries() -> None:
     part = maps_of("additive", exact_prefix=False)["part in the global query"]
     value = HEADS.value.permute(0, 2, 1, 3).flatten(2)
     alpha = (value / value.norm(dim=2, keepdim=True)).sum(2, keepdim=True)
-    close(part, (alpha / alpha.norm(dim=1, keepdim=True)).mT)
+    close(part, (alpha / alpha.norm(dim=1, keepdim=True)).mT.expand(2, 2, 13))
+    assert maps_of("additive", exact_prefix=False, queries=1)["part in the global query"].shape == (2, 1, 13)
 
 
 @pytest.mark.parametrize("name", ["relu-linear", "elu", "hedgehog", "taylor", "polynomial"])

@@ -19,6 +19,7 @@ CASES = [(name, {}) for name in sorted(variants())] + [
     ("masked", {"size": 5, "heads": (1,)}),
     ("masked", {"soft": True}),
     ("separable", {"latents": 1}),
+    ("additive", {"queries": 1}),
     ("polynomial", {"rank": 2}),
     ("relu-linear", {"local": True}),
 ]

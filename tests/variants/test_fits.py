@@ -24,6 +24,8 @@ CASES = [(name, {}) for name in sorted(variants())] + [
     ("masked", {"soft": True}),
     ("mobile", {"keep_heads": 0.5}),
     ("polynomial", {"rank": 4, "max_features": 20}),
+    ("additive", {"queries": 1}),
+    ("additive", {"queries": 4}),
     ("separable", {"latents": 1}),
     ("separable", {"latents": 4}),
     ("l1", {"local": True}),

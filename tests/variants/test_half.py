@@ -19,6 +19,7 @@ CASES = [(name, {}) for name in variants() if name != "softmax"] + [
     ("masked", {"soft": True}),
     ("masked", {"size": 5, "heads": (1,)}),
     ("separable", {"latents": 1}),
+    ("additive", {"queries": 1}),
     ("polynomial", {"rank": 2}),
     ("relu-linear", {"local": True}),
 ]

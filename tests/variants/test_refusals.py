@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict, dict]] = {
     "local-without-grid": ("relu-linear", {"local": True}, {}),
     "local-with-key-mask": ("relu-linear", {"local": True}, KEY_MASK | ON_GRID),
     "uneven-latents": ("separable", {"latents": 5}, {}),
+    "uneven-queries": ("additive", {"queries": 5}, {}),
     "uneven-heads": ("mobile", {"head_dim": 5}, {}),
     "uneven-values": ("mobile", {"head_dim": 2}, {"value_dim": 6}),
     "unknown-heads": ("masked", {"heads": (0, 7)}, ON_GRID),

@@ -37,6 +37,7 @@ REFUSED = [
     ("l1", {"centred": "maybe"}, "l1: centred='maybe' is not true or false"),
     ("masked", {"size": "3.5"}, "masked: size='3.5' is not a whole number"),
     ("masked", {"size": 4}, "masked: size=4 must be odd and at least 3"),
+    ("additive", {"queries": -1}, "additive: queries=-1 must be at least 1, or 0 for one per head"),
     ("masked", {"heads": "0,first"}, "or a whole number or a comma-separated list of whole numbers"),
 ]
 
