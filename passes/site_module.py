@@ -109,7 +109,11 @@ class ProjectedRead(nn.Module):
         self.bias = nn.Parameter(bias) if bias is not None else None
 
     def forward(self, tensor: Tensor) -> Tensor:
-        projected = F.linear(tokens_of(tensor, self.layout), self.weight, self.bias)
+        return self.project(tokens_of(tensor, self.layout))
+
+    def project(self, tokens: Tensor) -> Tensor:
+        """[batch, tokens, inputs] -> [batch, heads, tokens, channels]."""
+        projected = F.linear(tokens, self.weight, self.bias)
         projected = projected if self.factor == 1.0 else projected * self.factor
         return projected.unflatten(2, (self.heads, -1)).transpose(1, 2)
 

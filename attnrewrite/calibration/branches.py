@@ -90,21 +90,26 @@ class Branch:
         """Columns [samples, inputs (+ 1 where there is a bias)], and what has to be added to y [samples, outputs] for
         `residual` to be added to the stream, both times the root of `weights` [samples]. Tokens that never reach the
         stream (padding) are left out.
+        """
+        x = self.inputs(values)
+        target, reaches = self.targets(x, residual, values)
+        reaches = reaches.flatten()
+        columns = x if self.bias is None else F.pad(x, (0, 1), value=1.0)
+        root = weights.sqrt()[reaches].unsqueeze(1)
+        return columns.flatten(0, -2)[reaches] * root, target.flatten(0, -2)[reaches] * root
+
+    def targets(self, x: Tensor, residual: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+        """What has to be added to y [..., outputs] for `residual` to be added to the stream, and which tokens reach it
+        [...], for inputs x [..., inputs].
 
         The path P only moves and scales, so that P^T P is diagonal: the pseudo-inverse is P^T r / P^T P 1.
         """
-        with torch.no_grad():
-            x = self.inputs(values)
         with torch.enable_grad():
             ones = x.new_ones(*x.shape[:-1], self.weight.shape[0]).requires_grad_()
             moved = self._move(ones, values)
             (back,) = torch.autograd.grad(moved, ones, residual, retain_graph=True)
             (gain,) = torch.autograd.grad(moved, ones, moved.detach())
-        reaches = gain.flatten(0, -2).amax(1) > 0
-        target = back / gain.clamp(min=torch.finfo(gain.dtype).tiny)
-        columns = x if self.bias is None else F.pad(x, (0, 1), value=1.0)
-        root = weights.sqrt()[reaches].unsqueeze(1)
-        return columns.flatten(0, -2)[reaches] * root, target.flatten(0, -2)[reaches] * root
+        return back / gain.clamp(min=torch.finfo(gain.dtype).tiny), gain.amax(-1) > 0
 
     @torch.no_grad()
     def change(self, delta: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The closed-form stage: forms, output projections and MLPs fitted to the teacher in network order.
 
-The network is not differentiated but for what tokens count; maps inside a form, which have no closed form, are
-searched for each by itself (`maps.py`).
+The network is not differentiated but for what tokens count; a site's own weights, which have no closed form, are
+searched for at each site by itself (`descent.py`).
 """
 
 import math
@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from attnrewrite.calibration import maps
+from attnrewrite.calibration import descent
 from attnrewrite.calibration.branches import Branch
 from attnrewrite.calibration.importance import Importance
 from attnrewrite.calibration.points import Point, Undo, fit_points
 from attnrewrite.calibration.processes import Processes
-from attnrewrite.calibration.segments import Segments, rewritten_site, site_heads
+from attnrewrite.calibration.segments import Segments, Values, rewritten_site, site_heads
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.workplace import Workplace
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.passes.site_module import SiteModule
+from attnrewrite.passes.site_module import SiteModule, Write, read
 from attnrewrite.variants.base import Heads
 from attnrewrite.variants.parts.ridge import LeastSquares
 
@@ -31,7 +32,8 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 @dataclass(frozen=True)
 class Fit:
     """Site by site in network order: (a) where `forms`, the form refines its own constants, and its local branch, on
-    the teacher's activations, and its maps are searched (not with too few tokens to check a search); (b) the output
+    the teacher's activations, and its weights and those of its projections are searched towards the residual target of
+    (b) (not with too few tokens to check a search); (b) the output
     projection, and (c) every later linear map that ends a residual branch, is fitted by ridge regression to the
     residual target, teacher's stream minus student's, where each token counts as much as the teacher's answer depends
     on it.
@@ -66,7 +68,7 @@ class Fit:
         kept = _back_off(given, points, undo, before)
         notes = tuple(_left_out(points))
         if unsearched:
-            notes += (f"maps are not searched, as that takes more images: {', '.join(unsearched)}",)
+            notes += (f"weights are not searched, as that takes more images: {', '.join(unsearched)}",)
         if kept == len(points):
             return notes
         taken_back = ", ".join(point.name for point in points[kept:])
@@ -75,18 +77,19 @@ class Fit:
     def fit_point(
         self, point: Point, following: Point | None, teacher: Segments, student: Segments, weights: Importance
     ) -> bool:
-        """Fit one point, which both stand before and which `following` comes after. False: its form has maps to be
-        searched, and there are too few tokens for that.
+        """Fit one point, which both stand before and which `following` comes after. False: the site's
+        weights are to be searched, and there are too few tokens for that.
         """
         name, searched = point.node.name, True
         try:
             if self.forms and point.site is not None:
                 point.site.form.refine(lambda: teacher_heads(teacher, name))
-                softmax = _teacher_site(teacher, name).form
-                searched = maps.search(point.site.form, softmax, _some_heads(teacher, name))
             cut = student.order[point.stream] + 1
             cut = cut if following is None else min(cut, student.order[following.node])
             teacher.advance(cut, keep=(teacher.node(point.stream.name),))
+            if self.forms and point.site is not None:
+                samples = _samples(point, teacher, student, weights)
+                searched = descent.search(point.site, samples, len(student.images.images))
             if point.branch is not None:
                 point.branch.change(self.residual_fit(point.branch, teacher, student, weights))
         except torch.linalg.LinAlgError as error:
@@ -141,15 +144,40 @@ def teacher_heads(teacher: Segments, name: str) -> Iterator[Heads]:
         yield teacher.processes.from_owner(heads, owner)
 
 
-def _some_heads(teacher: Segments, name: str) -> Iterator[Heads]:
-    """The same of the first of the images, one in maps.ONE_IMAGE_IN."""
-    images = teacher.images
-    limit = len(images.images) // maps.ONE_IMAGE_IN
-    for (start, stop), heads in zip(images.bounds, teacher_heads(teacher, name), strict=False):
-        if start >= limit:
-            return
-        rows = len(heads.query) // (stop - start) * (min(stop, limit) - start)
-        yield maps.first_rows(heads, rows)
+def _samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:
+    """What the student's site at `point` reads and should give, batch by batch, whichever process computes it."""
+    mine = _own_samples(point, teacher, student, weights)
+    for index in range(student.count):
+        owner = index % student.processes.size
+        sample = next(mine) if owner == student.processes.rank else None
+        yield student.processes.from_owner(sample, owner)
+
+
+def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:
+    stream = teacher.node(point.stream.name)
+    needs = {point.stream, *point.node.all_input_nodes, *(() if point.branch is None else point.branch.reads)}
+    stop = student.order[point.stream] + 1
+    for (index, wanted), (_, values) in zip(teacher.run(stop, {stream}), student.run(stop, needs), strict=True):
+        counts = None if point.branch is None else weights.of(point.node.name, index)
+        yield _sample(point, wanted[stream], values, counts)
+
+
+@torch.no_grad()
+def _sample(point: Point, wanted: Tensor, values: Values, counts: Tensor | None) -> descent.Sample:
+    """What the site at `point` reads of the student's `values`, for the teacher's stream behind it, `wanted`. Where no
+    output projection is traced, all tokens count alike, and the teacher's heads are what is wanted.
+    """
+    site, branch = point.site, point.branch
+    assert site is not None
+    tensors = [values[argument] for argument in point.node.args]  # type: ignore[index]
+    if branch is None or counts is None:
+        assert isinstance(site.output, Write)
+        heads = read(wanted, site.output.layout).transpose(1, 2).flatten(2)
+        return descent.sampled(site, tensors, heads, heads.new_ones(heads.shape[:2]))
+    x = branch.inputs(values)
+    target, reaches = branch.targets(x, wanted - values[point.stream], values)
+    flattened = counts.reshape(reaches.shape).pow(descent.FLATTENED) * reaches
+    return descent.sampled(site, tensors, F.linear(x, branch.weight, branch.bias) + target, flattened)
 
 
 def _teacher_site(teacher: Segments, name: str) -> SiteModule:

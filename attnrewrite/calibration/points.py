@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration.branches import Branch, branches
@@ -38,19 +39,19 @@ class Point:
         """Whether no addition takes what is fitted here into a stream."""
         return self.stream is self.node
 
-    @property
-    def searches(self) -> bool:
-        """Whether the form here has maps to be searched."""
-        return self.site is not None and bool(self.site.form.searched())
-
     def undo(self) -> Undo:
         """What puts the point back to where it stands now."""
         form = None if self.site is None else copy.deepcopy(self.site.form)
+        readers = () if self.site is None else (self.site.query, self.site.key, self.site.value)
+        projections = [(own, own.detach().clone()) for reader in readers for own in reader.parameters()]
         change = None if self.branch is None else self.branch.saved()
 
         def restore() -> None:
             if self.site is not None and form is not None:
                 self.site.form = form
+            with torch.no_grad():
+                for own, saved in projections:
+                    own.copy_(saved)
             if change is not None:
                 change()
 

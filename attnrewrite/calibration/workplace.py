@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch.fx import GraphModule
 
-from attnrewrite.calibration import maps
+from attnrewrite.calibration import descent
 from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.cuts import Cuts
 from attnrewrite.calibration.importance import DRAWS, Blocks, Importance, importance
@@ -63,7 +63,7 @@ class Workplace:
         on_disk = mine > room(given.execution, device) // 2
         if on_disk:
             require_disk(what, streams * stream)
-        beside = given.execution, device, _held_bytes(points, stream) + (0 if on_disk else mine)
+        beside = given.execution, device, _held_bytes(points, stream, len(pool.images)) + (0 if on_disk else mine)
         names = ends or [branch.node.name for branch in branches(given.teacher)]
 
         def backwards(pieces: int | None) -> Callable[..., object]:
@@ -116,9 +116,9 @@ def _widest(student: GraphModule, points: Sequence[Point]) -> int:
     return max((cuts.live_bytes(at) for at in cuts.between(point.node for point in points)), default=0)
 
 
-def _held_bytes(points: Sequence[Point], stream: int) -> int:
-    """The most that solving for a map holds, or a search of a form's maps; all activations are `stream` bytes."""
+def _held_bytes(points: Sequence[Point], stream: int, images: int) -> int:
+    """The most that solving for a map holds, or a search at a site; all activations are `stream` bytes."""
     solving = [point.branch.solver_bytes for point in points if point.branch is not None]
-    widths = [point.branch.weight.shape[1] for point in points if point.branch is not None and point.searches]
-    searching = [maps.held_bytes(width, stream // (4 * width * maps.ONE_IMAGE_IN)) for width in widths]
+    widths = [point.branch.weight.shape[1] for point in points if point.branch is not None and point.site is not None]
+    searching = [descent.held_bytes(width, stream // (4 * width), images) for width in widths]
     return max(*solving, *searching, 0, 0)

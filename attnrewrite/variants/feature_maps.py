@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Form, Heads, received
@@ -66,9 +66,6 @@ class KernelForm(Form):
 
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         self.qk_maps.fit(activations(), self.scale, self.arranged)
-
-    def searched(self) -> list[nn.Parameter]:
-        return list(self.qk_maps.parameters())
 
 
 class ReluForm(KernelForm):

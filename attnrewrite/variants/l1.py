@@ -115,9 +115,6 @@ class L1Form(Form):
             parts = {name: merge_heads(part).unsqueeze(1) for name, part in parts.items()}
         return {name: unit_l1(part).norm(dim=3) for name, part in parts.items()}
 
-    def searched(self) -> list[nn.Parameter]:
-        return [] if self.qk_maps is None else list(self.qk_maps.parameters())
-
     def deploy(self) -> Form:
         if self.qk_maps is not None and self.qk_maps.changes_nothing():
             self.qk_maps = None

@@ -173,9 +173,6 @@ class MobileForm(Form):
         if self.keep < self.count and self.kept is None:
             self.kept = self._largest_flows(activations())
 
-    def searched(self) -> list[nn.Parameter]:
-        return list(self.qk_maps.parameters())
-
     def _largest_flows(self, batches: Iterator[Heads]) -> tuple[int, ...]:
         score = torch.zeros(self.count, dtype=torch.float64)
         for heads in batches:

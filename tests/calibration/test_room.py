@@ -15,7 +15,7 @@ from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.room import peak_memory_of, sized
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.stages import run
-from attnrewrite.calibration.workplace import Workplace
+from attnrewrite.calibration.workplace import Workplace, _held_bytes, _widest
 from attnrewrite.errors import InputError
 from attnrewrite.request import Execution
 from attnrewrite.variants.registry import get_variant
@@ -50,12 +50,14 @@ def within(monkeypatch: pytest.MonkeyPatch, left: int, streams: int | None = Non
     monkeypatch.setattr("attnrewrite.calibration.workplace.room", lambda execution, device="cpu": streams or left)
 
 
-def for_one_image(given: StageInput) -> int:
-    """The bytes that one image's gradients take, with what the solver holds."""
+def for_few_images(given: StageInput) -> int:
+    """The bytes that three images' gradients take, and what the solver or a search holds beside them."""
+    points, images = fit_points(given.student), given.images.images
     ends = list(branches(given.teacher))
     blocks = Blocks(given.teacher, [branch.node.name for branch in ends])
     first = given.images.draw(torch.zeros(1, dtype=torch.int64))
-    return int(1.5 * peak_memory_of(lambda: blocks.gradients(first, 0))) + max(b.solver_bytes for b in ends)
+    one = int(1.5 * peak_memory_of(lambda: blocks.gradients(first, 0)))
+    return 3 * one + _held_bytes(points, len(images) * _widest(given.student, points), len(images))
 
 
 def test_batches_follow_from_what_one_image_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +93,7 @@ def test_the_result_is_the_same_whatever_the_budget(variant: str, monkeypatch: p
     found: list[tuple[int, bool, dict[str, torch.Tensor], float]] = []
     for left in (1 << 40, 0):
         given = calibration("windows", get_variant(variant))
-        within(monkeypatch, left or 3 * for_one_image(given), left or 1)
+        within(monkeypatch, left or for_few_images(given), left or 1)
         work = Workplace.of("fit", given, fit_points(given.student))
         (report,) = run(given, (Fit(),))
         assert (report.spilled > 0) == work.on_disk
@@ -108,8 +110,8 @@ def test_the_network_goes_forwards_once_where_there_is_room_and_by_blocks_where_
 ) -> None:
     given = calibration("pre-norm", get_variant("l1"))
     found = []
-    for left in (1 << 40, 3 * for_one_image(given)):
-        within(monkeypatch, left)
+    for left, streams in ((1 << 40, None), (for_few_images(given), 1)):
+        within(monkeypatch, left, streams)
         found.append(Workplace.of("fit", given, fit_points(given.student)).pieces)
     within(monkeypatch, 1 << 40)
     trained = Workplace.of("fit", given, fit_points(given.student), ends=[next(branches(given.teacher)).node.name])

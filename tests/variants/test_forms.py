@@ -210,7 +210,7 @@ def test_exact_rows_undo_the_maps_that_projections_hold(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     form = get_variant(name).build(SITE).double()
     with torch.no_grad():
-        for parameter in form.searched():
+        for parameter in form.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.add_(0.1 * noise)
     heads = make_heads(SITE)
@@ -233,7 +233,7 @@ def test_maps_that_lose_too_much_are_not_undone() -> None:
     form = get_variant("l1").build(SITE).double()
     assert form.foldable_maps() is not None
     with torch.no_grad():
-        form.searched()[0][1, :, 3] *= 1e-3
+        form.get_parameter("form.form.qk_maps.query")[1, :, 3] *= 1e-3
     assert form.foldable_maps() is None
 
 

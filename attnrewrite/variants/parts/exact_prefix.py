@@ -59,9 +59,6 @@ class ExactPrefix(Form):
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         self.form.refine(activations)
 
-    def searched(self) -> list[nn.Parameter]:
-        return self.form.searched()
-
     def resolved(self) -> dict[str, Any]:
         return self.form.resolved()
 

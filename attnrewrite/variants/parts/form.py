@@ -43,12 +43,6 @@ class Form(nn.Module):
         `activations` may be called several times; each call streams the same batches again.
         """
 
-    def searched(self) -> list[nn.Parameter]:
-        """The parameters that have no closed form: after `refine`, calibration searches them by descent, so that the
-        form's output comes close to softmax's. By default none.
-        """
-        return []
-
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         """Numbers for each token that show what the form attends to, for `explain --image`: by name, [B, maps, tokens]
         (a map for each head, or one). By default none.

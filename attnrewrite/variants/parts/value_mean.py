@@ -71,11 +71,6 @@ class ValueMean(Form):
             fit.add(columns.double(), residual.unsqueeze(-1).double())
         self.take(fit.solve(RIDGE)[:, :, 0].to(self.gain))
 
-    def searched(self) -> list[nn.Parameter]:
-        """The form's, and the coefficients with them."""
-        inner = self.form.searched()
-        return [*inner, *self.parameters(recurse=False)] if inner else []
-
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         return self.form.token_maps(heads)
 

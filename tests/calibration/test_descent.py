@@ -1,0 +1,168 @@
+"""The search of a site's own weights: closer to what is wanted, the same from any batches, undone where that fails."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fits import KINDS, calibration
+from torch import Tensor
+
+from attnrewrite.calibration import descent
+from attnrewrite.calibration.branches import branches
+from attnrewrite.calibration.descent import Sample, output, sampled, search, searched
+from attnrewrite.calibration.fit import Fit
+from attnrewrite.calibration.segments import Segments
+from attnrewrite.calibration.stage import StageInput
+from attnrewrite.passes.site_module import SiteModule
+from attnrewrite.passes.verify import rewritten_sites
+from attnrewrite.variants.registry import get_variant, variants
+
+FORMS = [
+    name for name in sorted(variants()) if name not in {"polynomial", "softmax"}
+]  # which have next to nothing to gain
+IMAGES = 800
+
+
+def first_site(form: str = "l1", kind: str = "pre-norm") -> tuple[SiteModule, SiteModule]:
+    """The student's and the teacher's, in float64."""
+    given = calibration(kind, get_variant(form))
+    student, teacher = (next(iter(rewritten_sites(each).values())) for each in (given.student, given.teacher))
+    return student.double(), teacher.double()
+
+
+@torch.no_grad()
+def samples(site: SiteModule, teacher: SiteModule, size: int = IMAGES, seed: int = 0) -> Iterator[Sample]:
+    """What the teacher gives for tokens of 5 directions, in batches of so many images."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, mixing = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((IMAGES, 36, 5), (5, 8))
+    )
+    for part in (tokens @ mixing).split(size):
+        sample = sampled(teacher, (part,), part, part.new_ones(part.shape[:2]))
+        yield sampled(site, (part,), output(teacher, sample), sample.counts)
+
+
+@torch.no_grad()
+def error(site: SiteModule, sample: Sample) -> float:
+    return float((output(site, sample) - sample.wanted).square().mean())
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_search_brings_a_site_closer_on_tokens_that_it_never_saw(name: str) -> None:
+    site, teacher = first_site(name)
+    (others,) = samples(site, teacher, seed=0)
+    given = [others.rows(slice(600))]
+    unseen, before = others.rows(slice(600, None)), error(site, others.rows(slice(600, None)))
+    projection = [parameter.clone() for parameter in site.output.parameters()]
+    assert search(site, given, 600)
+    assert error(site, unseen) < 0.95 * before
+    assert all(map(torch.equal, site.output.parameters(), projection))
+
+
+@pytest.mark.parametrize("size", [1, 7, IMAGES])
+def test_the_batches_that_samples_come_in_do_not_matter(size: int) -> None:
+    (site, teacher), (other, _) = first_site(), first_site()
+    search(site, samples(site, teacher, 100), IMAGES)
+    search(other, samples(other, teacher, size), IMAGES)
+    for found, expected in zip(searched(other), searched(site), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_bias_is_read_with_its_images(shared: bool) -> None:
+    """A mask on the keys of every image, or one for all."""
+    (site, teacher), (other, _) = first_site("elu"), first_site("elu")
+    kept = torch.rand(1 if shared else IMAGES, 1, 1, 36, generator=torch.Generator().manual_seed(0)) < 0.8
+    bias = torch.zeros(kept.shape, dtype=torch.float64).masked_fill(~kept, -torch.inf)
+
+    def masked(size: int) -> Iterator[Sample]:
+        for number, sample in enumerate(samples(site, teacher, size)):
+            yield replace(sample, bias=bias if shared else bias[number * size : (number + 1) * size])
+
+    search(site, masked(IMAGES), IMAGES)
+    search(other, masked(7), IMAGES)
+    for found, expected in zip(searched(other), searched(site), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+def test_what_is_no_closer_on_other_tokens_is_left_alone() -> None:
+    """Of the images that check, the opposite is wanted."""
+    site, teacher = first_site()
+    (sample,) = samples(site, teacher)
+    fitted = IMAGES * descent.MOST_TOKENS // (descent.MOST_TOKENS + descent.CHECKED_TOKENS)
+    wanted = torch.cat([sample.wanted[:fitted], 2 * output(site, sample)[fitted:] - sample.wanted[fitted:]])
+    before = [parameter.clone() for parameter in searched(site)]
+    assert search(site, [replace(sample, wanted=wanted)], IMAGES)
+    assert all(map(torch.equal, searched(site), before))
+
+
+def test_too_few_tokens_to_check_with_are_not_searched_with() -> None:
+    site, teacher = first_site()
+    before = [parameter.clone() for parameter in searched(site)]
+    assert not search(site, [next(samples(site, teacher, 30))], 30)
+    assert all(map(torch.equal, searched(site), before))
+
+
+def test_a_site_without_weights_of_its_own_has_nothing_to_search() -> None:
+    site, _ = first_site("softmax")
+    site.query, site.key, site.value = (torch.nn.Identity() for _ in range(3))
+    assert search(site, iter(()), IMAGES)
+
+
+def test_tokens_that_count_for_nothing_do_not_matter() -> None:
+    (site, teacher), (other, _) = first_site(), first_site()
+    (sample,) = samples(site, teacher)
+    counts = sample.counts.clone()
+    counts[:, ::3] = 0
+    search(site, [replace(sample, counts=counts)], IMAGES)
+    spoiled = torch.where(counts.unsqueeze(2) > 0, sample.wanted, 1e3)
+    search(other, [replace(sample, counts=counts, wanted=spoiled)], IMAGES)
+    for found, expected in zip(searched(other), searched(site), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_site_in_half_precision_is_searched_in_float32() -> None:
+    site, teacher = first_site()
+    (sample,) = samples(site, teacher)
+    half = Sample(**{each.name: _half(getattr(sample, each.name)) for each in fields(sample)})
+    before = error(site, sample)
+    search(site.half(), [half], IMAGES)
+    assert all(parameter.dtype == torch.float16 for parameter in site.parameters())
+    assert error(site.double(), sample) < 0.95 * before
+
+
+def _half(part: Tensor | None) -> Tensor | None:
+    return None if part is None else part.half()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_gives_what_the_site_gives_in_its_graph(kind: str) -> None:
+    """Windows, padding and convolutions included: before the output is laid out as the graph has it."""
+    given = calibration(kind, get_variant("l1"))
+    branch = next(branches(given.student))
+    assert branch.site is not None
+    with Segments(given.student, given.images, given.processes) as student:
+        stop = student.order[branch.stream] + 1
+        for _, values in student.run(stop, {branch.stream, *branch.reads}):
+            wanted = F.linear(branch.inputs(values), branch.weight, branch.bias)
+            tensors = [values[argument] for argument in branch.node.args]  # type: ignore[index]
+            sample = sampled(branch.site, tensors, wanted, wanted[..., 0])
+            assert sample.query is sample.key is sample.value
+            torch.testing.assert_close(output(branch.site, sample), wanted, rtol=0, atol=1e-6)
+
+
+def fitted_error(given: StageInput) -> float:
+    assert Fit().run(given) == ()
+    (images,) = given.images.batch(0)
+    with torch.no_grad():
+        return float((given.student(images) - given.teacher(images)).square().mean())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fit_is_closer_with_a_search_than_without(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_search = fitted_error(calibration(kind, get_variant("elu")))
+    monkeypatch.setattr(descent, "search", lambda *_: True)
+    assert with_search < fitted_error(calibration(kind, get_variant("elu")))
