@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from attnrewrite.calibration.train import Schedule
 from attnrewrite.passes.site_module import ProjectedRead, ProjectedWrite, SiteModule, tokens_of
+from attnrewrite.variants.base import Form
 from attnrewrite.variants.parts.tensors import wide
 
 MOST_TOKENS = 40_960  # are searched with: a search costs no more, however many images there are
@@ -105,7 +106,7 @@ def search(site: SiteModule, samples: Iterable[Sample], images: int) -> bool:
     the samples come in batches. False: there are too few tokens to search with and to check.
     """
     if not searched(site):
-        return True
+        return True  # nothing is to be searched
     sample = _joined(samples)
     size = max(1, TOKENS_AT_ONCE // sample.tokens)
     count = len(sample.wanted) * MOST_TOKENS // (MOST_TOKENS + CHECKED_TOKENS)
@@ -126,7 +127,9 @@ def search(site: SiteModule, samples: Iterable[Sample], images: int) -> bool:
 
 
 def searched(site: SiteModule) -> list[nn.Parameter]:
-    """The weights that a search changes."""
+    """The weights that a search changes: none, where any part of the form keeps softmax's scores."""
+    if any(isinstance(part, Form) and part.keeps_scores for part in site.form.modules()):
+        return []
     parts = (site.query, site.key, site.value, site.form)
     return [parameter for part in parts for parameter in part.parameters()]
 

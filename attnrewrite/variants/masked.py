@@ -104,6 +104,8 @@ def window_maps(form: Form, heads: Heads, mask: HardMask) -> dict[str, Tensor]:
 class MaskedForm(Form):
     """Hard masks on the heads `masked`, plain softmax on the others; `placement` says how calibration chooses them."""
 
+    keeps_scores = True
+
     def __init__(
         self, mask: HardMask, heads: int, choice: HeadChoice | int | tuple[int, ...], tolerance: float
     ) -> None:
@@ -176,6 +178,7 @@ class SoftMaskedForm(Form):
     alpha near 1 leaves the head as it was, near 0 masks it (section 4.3).
     """
 
+    keeps_scores = True
     dense: Tensor
 
     def __init__(self, mask: HardMask, heads: int) -> None:

@@ -6,7 +6,7 @@ them, so a form is written once for every frontend, layout and packing.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,11 @@ class Heads(NamedTuple):
 class Form(nn.Module):
     """An attention form: (query [B, H, N, d], key [B, H, M, d], value [B, H, M, e], bias) -> [B, H, N, e].
 
-    `scale` multiplies the products of query and key; forms that normalise it away ignore it.
+    `scale` multiplies the products of query and key; forms that normalise it away ignore it. A form that `keeps_scores`
+    weighs keys by softmax's own scores: what a site projects is right for it as it is, and calibration leaves it alone.
     """
+
+    keeps_scores: ClassVar[bool] = False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         raise NotImplementedError

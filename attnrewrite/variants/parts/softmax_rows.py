@@ -43,6 +43,8 @@ class SoftmaxForm(Form):
     `filling` stands in place of the scores that masks drop (site.Core).
     """
 
+    keeps_scores = True
+
     def __init__(self, scale: float, causal: bool = False, prefix: int = 0, filling: float = -math.inf) -> None:
         super().__init__()
         self.scale = scale
