@@ -33,10 +33,9 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 class Fit:
     """Site by site in network order: (a) where `forms`, the form refines its own constants, and its local branch, on
     the teacher's activations, and its weights and those of its projections are searched towards the residual target of
-    (b) (not with too few tokens to check a search); (b) the output
-    projection, and (c) every later linear map that ends a residual branch, is fitted by ridge regression to the
-    residual target, teacher's stream minus student's, where each token counts as much as the teacher's answer depends
-    on it.
+    (b) (not with too few tokens to check a search); (b) the output projection, and (c) every later linear map that ends
+    a residual branch, is fitted by ridge regression to the residual target, teacher's stream minus student's, where
+    each token counts as much as the teacher's answer depends on it.
 
     The ridge is relative to each column's energy (`ridge`, where there are too few images to choose); else one image in
     five chooses it, or no change at all. Statistics are float64; memory is one batch and them, and the result
@@ -77,8 +76,8 @@ class Fit:
     def fit_point(
         self, point: Point, following: Point | None, teacher: Segments, student: Segments, weights: Importance
     ) -> bool:
-        """Fit one point, which both stand before and which `following` comes after. False: the site's
-        weights are to be searched, and there are too few tokens for that.
+        """Fit one point, which both stand before and which `following` comes after. False: the site's weights are to be
+        searched, and there are too few tokens for that.
         """
         name, searched = point.node.name, True
         try:
