@@ -4,7 +4,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -16,8 +15,8 @@ from attnrewrite.images.pool import first_tensor
 
 @dataclass(frozen=True)
 class Distillation:
-    """The whole student towards the teacher: Kullback-Leibler divergence of the logits (squared error, where the output
-    is no logits), and squared error of the residual stream after every fitted point.
+    """The whole student towards the teacher: squared error of the output, of logits without what all of an image's have
+    in common, and of the residual stream after every fitted point.
 
     The student that was best on the held-out images is kept, the one it started from included; it looks every `every`
     steps, and to the end: while the rate is high the student may well be worse than it was.
@@ -68,12 +67,15 @@ def relative_squared_error(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def output_loss(found: Tensor, wanted: Tensor, energy: float) -> Tensor:
-    """KL(wanted || found) of logits [images, classes] in nats an image (Hinton et al. 2015, at temperature 1); the
-    squared error of any other output's values over their `energy`.
+    """Half the mean squared difference of logits [images, classes], each image's less their mean: what T^2 KL(wanted ||
+    found) at temperature T comes to as T grows (Hinton et al. 2015, section 2.1; Kim et al. 2021). At T = 1 images that
+    the teacher has learnt, and is sure of, would hardly count. The squared error of any other output's values over
+    their `energy`.
     """
+    error = found - wanted
     if wanted.dim() != 2 or wanted.shape[1] < 2:
-        return (found - wanted).square().mean() / energy
-    return F.kl_div(found.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)
+        return error.square().mean() / energy
+    return (error - error.mean(1, keepdim=True)).square().mean() / 2
 
 
 def variance(values: Tensor) -> float:

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from fits import calibration
 from torch import Tensor
 
-from attnrewrite.calibration.distill import Distillation, with_values
+from attnrewrite.calibration.distill import Distillation, output_loss, with_values
 from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.reconstruct import Reconstruction
 from attnrewrite.calibration.resume import State, resume_key
@@ -88,6 +89,19 @@ def test_the_result_is_the_same_whatever_memory_has_room_for(
         found.append(tensors(given))
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-3, atol=1e-3)
+
+
+def test_logits_are_held_to_the_divergence_at_a_high_temperature() -> None:
+    found, wanted = torch.randn(2, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    hot = 1e4
+    divergence = F.kl_div((found / hot).log_softmax(1), (wanted / hot).softmax(1), reduction="batchmean") * hot**2
+    torch.testing.assert_close(output_loss(found, wanted, 1.0), divergence, rtol=1e-3, atol=0)
+    torch.testing.assert_close(output_loss(found + 3, wanted, 1.0), output_loss(found, wanted, 1.0))
+
+
+def test_an_output_that_is_no_logits_is_held_to_its_values() -> None:
+    found, wanted = torch.randn(2, 7, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(output_loss(found, wanted, 2.0), F.mse_loss(found, wanted) / 2)
 
 
 def test_the_values_beside_the_output_are_the_graphs_own() -> None:
