@@ -15,8 +15,8 @@ from attnrewrite.images.pool import first_tensor
 
 @dataclass(frozen=True)
 class Distillation:
-    """The whole student towards the teacher: squared error of the output, of logits without what all of an image's have
-    in common, and of the residual stream after every fitted point.
+    """The whole student towards the teacher: squared error of the logits, each image's less their mean, or of any other
+    output as it is, and squared error of the residual stream after every fitted point.
 
     The student that was best on the held-out images is kept, the one it started from included; it looks every `every`
     steps, and to the end: while the rate is high the student may well be worse than it was.
@@ -67,10 +67,12 @@ def relative_squared_error(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def output_loss(found: Tensor, wanted: Tensor, energy: float) -> Tensor:
-    """Half the mean squared difference of logits [images, classes], each image's less their mean: what T^2 KL(wanted ||
-    found) at temperature T comes to as T grows (Hinton et al. 2015, section 2.1; Kim et al. 2021). At T = 1 images that
-    the teacher has learnt, and is sure of, would hardly count. The squared error of any other output's values over
-    their `energy`.
+    """How far the student's output `found` is from the teacher's, `wanted`.
+
+    Of logits [images, classes], half the mean squared difference, each image's less their mean: what T^2 KL(wanted ||
+    found) comes to as the temperature T grows (Hinton et al. 2015, section 2.1; Kim et al. 2021). At T = 1 images that
+    both are sure of, as of those that the teacher was trained on, would hardly count. Of any other output, the mean
+    squared difference over the `energy` of its values.
     """
     error = found - wanted
     if wanted.dim() != 2 or wanted.shape[1] < 2:

@@ -93,8 +93,9 @@ def test_the_result_is_the_same_whatever_memory_has_room_for(
 
 def test_logits_are_held_to_the_divergence_at_a_high_temperature() -> None:
     found, wanted = torch.randn(2, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    hot = 1e4
-    divergence = F.kl_div((found / hot).log_softmax(1), (wanted / hot).softmax(1), reduction="batchmean") * hot**2
+    temperature = 1e4  # what is left of it is of the order of its inverse
+    own, teachers = (found / temperature).log_softmax(1), (wanted / temperature).log_softmax(1)
+    divergence = F.kl_div(own, teachers, reduction="batchmean", log_target=True) * temperature**2
     torch.testing.assert_close(output_loss(found, wanted, 1.0), divergence, rtol=1e-3, atol=0)
     torch.testing.assert_close(output_loss(found + 3, wanted, 1.0), output_loss(found, wanted, 1.0))
 
