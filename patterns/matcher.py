@@ -11,7 +11,7 @@ from attnrewrite.patterns.graph import ComputedConstants, GraphView, Operation
 from attnrewrite.patterns.grid import find_grid
 from attnrewrite.patterns.groups import with_groups
 from attnrewrite.patterns.masks import LOW, is_of_heads, is_of_keys, is_of_queries
-from attnrewrite.patterns.products import Products, fused_products, softmax_products
+from attnrewrite.patterns.products import Products, fused_products, loose_exponentials, softmax_products
 from attnrewrite.patterns.projections import Tracers, trace_output, trace_projection
 from attnrewrite.patterns.provenance import Tracer, layout_of, numbered, push
 from attnrewrite.patterns.relations import ancestors, common_scope, is_cross, region, uses_norm, uses_rotation
@@ -36,7 +36,10 @@ def scan(graph: GraphView, model: str) -> Scan:
     sites: list[AttentionSite] = []
     misses: list[NearMiss] = []
     for value in graph.values:
-        if graph.operation(value).kind not in ("softmax", "sdpa"):
+        operation = graph.operation(value)
+        if loose := loose_exponentials(graph, operation):
+            misses.append(NearMiss(loose.code, loose.sentence, "softmax", value, (value,)))
+        if operation.kind not in ("softmax", "sdpa"):
             continue
         result = readers[graph.is_constant(value)].read(value, len(sites))
         if isinstance(result, NearMiss):

@@ -18,6 +18,7 @@ from attnrewrite.patterns.scores import (
     walk_back,
     walk_forward,
 )
+from attnrewrite.patterns.softmaxes import is_loose
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,17 @@ def softmax_products(graph: GraphView, anchor: Operation) -> Products | Refusal:
     return found if moved is None else replace(found, obstacles=(*found.obstacles, moved))
 
 
+def loose_exponentials(graph: GraphView, operation: Operation) -> Refusal | None:
+    """What is wrong with exponentials of scores that weigh values and are no softmax; None where they are no such."""
+    if not is_loose(graph, operation):
+        return None
+    scores = walk_back(graph, operation.inputs[0])
+    if isinstance(scores, NoProduct) or scores.certainty < 2 or not walk_forward(graph, operation.value).products:
+        return None
+    why = "exponentials of scores weigh values, and are not seen to be divided by their own sum over the keys"
+    return Refusal("unnormalised", f"{why}: where they are, write that as a softmax")
+
+
 def _assemble(
     graph: GraphView,
     anchor: Operation,
@@ -135,7 +147,7 @@ def _assemble(
         query=first if keys == "column" else second,
         key=second if keys == "column" else first,
         value=Side(reader.values, turned, value_lead, order),
-        output=Side(reader.product, turned, value_lead, order),
+        output=Side(str(anchor.attributes.get("divided", reader.product)), turned, value_lead, order),
         scores=scores,
         obstacles=(*scores.obstacles, *reader.obstacles),
         talking_heads=scores.talking_heads or reader.talking_heads,

@@ -225,11 +225,13 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
     joins: dict[str, list[tuple[str, ...]]] = {}
     escape = False
     pending: list[tuple[str, tuple[str, ...], bool, tuple[Refusal, ...]]] = [(softmax, (), False, ())]
-    seen = {softmax}
+    seen, divided = {softmax}, "divided" in graph.operation(softmax).attributes
     while pending:
         value, path, talking, obstacles = pending.pop()
         for user in graph.users(value):
             operation = graph.operation(user)
+            if value == softmax and divided and operation.kind == "reduce":  # their sum, which divides the product
+                continue
             step = (*path, user)
             others = [operand for operand in operation.inputs if operand != value]
             if operation.kind == "matmul" and others and not graph.is_constant(others[0]):

@@ -34,6 +34,10 @@ INTERMEDIATE = 24  # times as much is held of a step
 
 ROLES = ("query", "key", "value")
 
+# why a site's weights stay as they were
+TOO_FEW = "weights are not searched, as that takes more images"
+NO_CLOSER = "weights were searched and are left, as they came no closer on other images"
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -97,33 +101,34 @@ def output(site: SiteModule, sample: Sample) -> Tensor:
     return F.linear(joined, site.output.weight, site.output.bias) if isinstance(site.output, ProjectedWrite) else joined
 
 
-def search(site: SiteModule, samples: Iterable[Sample], images: int) -> bool:
+def search(site: SiteModule, samples: Iterable[Sample], images: int) -> str | None:
     """Change the weights of the site's form and projections so that it gives what is wanted, by Adam on the first
     MOST_TOKENS of `samples`, which are of so many `images` in all; the output projection, which has a closed form,
     stays.
 
-    Where that is no closer on the CHECKED_TOKENS after them, all is left as it was. The result does not depend on how
-    the samples come in batches. False: there are too few tokens to search with and to check.
+    Where that is no closer on the CHECKED_TOKENS after them, all is left as it was, and the reason returned: TOO_FEW or
+    NO_CLOSER. The result does not depend on how the samples come in batches.
     """
     if not searched(site):
-        return True  # nothing is to be searched
+        return None
     sample = _joined(samples)
     size = max(1, TOKENS_AT_ONCE // sample.tokens)
     count = len(sample.wanted) * MOST_TOKENS // (MOST_TOKENS + CHECKED_TOKENS)
     if count <= size:
-        return False
+        return TOO_FEW
     fitted, checked = sample.rows(slice(count)), sample.rows(slice(count, None)).widened()
     found = copy.deepcopy(site).to(checked.wanted.dtype)
     before = _error(found, checked, size)
     if before == 0:
-        return True
+        return None
     times = min(MOST_TIMES, max(1.0, images / IMAGES_A_TIME))
     _descend(found, fitted, math.ceil(times * count / size), size, before / len(checked.wanted))
-    if _error(found, checked, size) < before:
-        with torch.no_grad():
-            for parameter, better in zip(searched(site), searched(found), strict=True):
-                parameter.copy_(better)
-    return True
+    if not _error(found, checked, size) < before:
+        return NO_CLOSER
+    with torch.no_grad():
+        for parameter, better in zip(searched(site), searched(found), strict=True):
+            parameter.copy_(better)
+    return None
 
 
 def searched(site: SiteModule) -> list[nn.Parameter]:

@@ -53,7 +53,7 @@ class Fit:
         before = distance(given).loss
         points = fit_points(student)
         undo: list[Undo] = []
-        unsearched: list[str] = []
+        unsearched: dict[str, list[str]] = {}
         work = Workplace.of(self.name, given, points)
         with work.opened() as (teacher, own, weights):
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
@@ -61,13 +61,11 @@ class Fit:
                 for segments in (teacher, own):
                     segments.advance(own.order[point.node])
                 undo.append(point.undo())
-                if not self.fit_point(point, following, teacher, own, weights):
-                    unsearched.append(point.name)
+                if why := self.fit_point(point, following, teacher, own, weights):
+                    unsearched.setdefault(why, []).append(point.name)
         given.report(self.name, len(points), len(points))
         kept = _back_off(given, points, undo, before)
-        notes = tuple(_left_out(points))
-        if unsearched:
-            notes += (f"weights are not searched, as that takes more images: {', '.join(unsearched)}",)
+        notes = (*_left_out(points), *(f"{why}: {', '.join(names)}" for why, names in unsearched.items()))
         if kept == len(points):
             return notes
         taken_back = ", ".join(point.name for point in points[kept:])
@@ -75,11 +73,11 @@ class Fit:
 
     def fit_point(
         self, point: Point, following: Point | None, teacher: Segments, student: Segments, weights: Importance
-    ) -> bool:
-        """Fit one point, which both stand before and which `following` comes after. False: the site's weights are to be
-        searched, and there are too few tokens for that.
+    ) -> str | None:
+        """Fit one point, which both stand before and which `following` comes after; why a search left the site's
+        weights as they were, if it did.
         """
-        name, searched = point.node.name, True
+        name, why = point.node.name, None
         try:
             if self.forms and point.site is not None:
                 point.site.form.refine(lambda: teacher_heads(teacher, name))
@@ -88,14 +86,14 @@ class Fit:
             teacher.advance(cut, keep=(teacher.node(point.stream.name),))
             if self.forms and point.site is not None:
                 samples = _samples(point, teacher, student, weights)
-                searched = descent.search(point.site, samples, len(student.images.images))
+                why = descent.search(point.site, samples, len(student.images.images))
             if point.branch is not None:
                 point.branch.change(self.residual_fit(point.branch, teacher, student, weights))
         except torch.linalg.LinAlgError as error:
             told = f"{self.name}: {point.name} has no solution ({error}); {_way_out(point)}"
             raise CheckFailedError(told, site=point.site_id) from error
         check_finite(self.name, point)
-        return searched
+        return why
 
     def residual_fit(self, branch: Branch, teacher: Segments, student: Segments, weights: Importance) -> Tensor:
         """The change of the branch's map, [columns, outputs]."""

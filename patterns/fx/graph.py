@@ -43,7 +43,8 @@ class FxGraph:
 
     def operation(self, value: str) -> Operation:
         if value not in self._operations:
-            self._operations[value] = softmax_by_hand(self, normalise(self, value))
+            self._operations[value] = normalise(self, value)  # as it is, for its readers, which are asked next
+            self._operations[value] = softmax_by_hand(self, self._operations[value])
         return self._operations[value]
 
     def shape(self, value: str) -> tuple[int, ...]:

@@ -75,7 +75,8 @@ class OnnxGraph:
 
     def operation(self, value: str) -> Operation:
         if value not in self._operations:
-            self._operations[value] = softmax_by_hand(self, self._normalise(value))
+            self._operations[value] = self._normalise(value)  # as it is, for its readers, which are asked next
+            self._operations[value] = softmax_by_hand(self, self._operations[value])
         return self._operations[value]
 
     def shape(self, value: str) -> Size:

@@ -82,6 +82,16 @@ def shared_out(name: str, expected: Expected, share: Callable[[Tensor, Tensor], 
     return Odd(name, expected, packed, run)
 
 
+def divided_later(name: str, expected: Expected, weigh: Callable[[Tensor, Tensor], Tensor]) -> Odd:
+    """Attention whose exponentials and values meet in `weigh`."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        q, k, v = unpacked(m, x)
+        return m.proj(merged(weigh((q @ k.mT * SCALE).exp(), v)))
+
+    return Odd(name, expected, packed, run)
+
+
 def weighed(name: str, expected: Expected, change: Callable[[Any, Tensor, Tensor], Tensor], parts: Any = packed) -> Odd:
     """Attention whose probabilities are changed before they meet the values."""
 
@@ -370,6 +380,27 @@ ODD = (
     shared_out("the sum over them", "not a site", lambda s, e: e.sum(-1, keepdim=True) / e),
     shared_out("over their sum, and read again", "no core",
                lambda s, e: e / e.sum(-1, keepdim=True) + e.mean(-1, keepdim=True)),
+    # divided by what is their sum, or only looks like it, once they have met the values
+    divided_later("values, over the sum", "right", lambda e, v: (e @ v) / e.sum(-1, keepdim=True)),
+    divided_later("values, over the sum spread", "right", lambda e, v: (e @ v) / e.sum(-1)[..., None].expand_as(v)),
+    divided_later("values turned, over the sum", "right", lambda e, v: ((v.mT @ e.mT) / e.sum(-1)[..., None, :]).mT),
+    divided_later("values, by heads in the batch, over the sum", "right",
+                  lambda e, v: (e.flatten(0, 1).bmm(v.flatten(0, 1)) / e.sum(-1).view(-1, TOKENS, 1)).view_as(v)),
+    divided_later("values, over each key's sum", "not a site", lambda e, v: (e @ v) / e.sum(-2)[..., None]),
+    divided_later("values, over another query's sum", "not a site",
+                  lambda e, v: (e @ v) / e.sum(-1, keepdim=True).flip(2)),
+    divided_later("values, over another head's sum", "not a site",
+                  lambda e, v: (e @ v) / e.sum(-1, keepdim=True).roll(1, 1)),
+    divided_later("values, over the sum of all", "not a site", lambda e, v: (e @ v) / e.sum((-2, -1), keepdim=True)),
+    divided_later("values, over the sum and a little", "not a site",
+                  lambda e, v: (e @ v) / (e.sum(-1, keepdim=True) + 0.1)),
+    divided_later("values, over the sum, and read again", "not a site",
+                  lambda e, v: (e @ v) / e.sum(-1, keepdim=True) + e.mean(-1, keepdim=True)),
+    divided_later("values, over the sum, and added", "not a site",
+                  lambda e, v: (mixed := e @ v) / e.sum(-1, keepdim=True) + mixed),
+    shared_out("powers of two, over their sum", "not a site",
+               lambda s, e: (two := s.exp2()) / two.sum(-1, keepdim=True)),
+    divided_later("the sum over values", "not a site", lambda e, v: e.sum(-1, keepdim=True) / (e @ v)),
     Odd("a softmax over half of the keys", "no core", packed, halves),
     Odd("a softmax over the keys of two queries", "not a site", packed, pairs_of_queries),
     operands("values flipped", "no core", lambda q, k, v: (q, k, v.flip(2))),

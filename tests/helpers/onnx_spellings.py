@@ -82,6 +82,18 @@ SPELLINGS = {
   p = Div(e, t)""",
         ),
     ),
+    "softmax by hand, divided after the values": (
+        17,
+        (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(
+            "p = Softmax<axis=-1>(s2)\n  o = MatMul(p, v)",
+            """last = Constant<value_ints=[-1]>()
+  e = Exp(s2)
+  mixed = MatMul(e, v)
+  t = ReduceSum<keepdims=0>(e, last)
+  column = Unsqueeze(t, last)
+  o = Div(mixed, column)""",
+        ),
+    ),
     "sizes computed from the input": (
         17,
         (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(

@@ -219,6 +219,13 @@ def softmax_by_hand(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged(exponentials / exponentials.sum(-1).unsqueeze(-1) @ v))
 
 
+def divided_after_the_values(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    scores = q @ k.transpose(-2, -1) * SCALE
+    exponentials = torch.exp(scores - scores.max(-1, keepdim=True).values)
+    return m.proj(merged((exponentials @ v) / exponentials.sum(-1, keepdim=True)))
+
+
 def softmax_of_its_logarithm(m: Any, x: Tensor) -> Tensor:
     q, k, v = unpacked(m, x)
     return m.proj(merged((q @ k.transpose(-2, -1) * SCALE).log_softmax(-1).exp() @ v))
@@ -417,6 +424,7 @@ SPELLINGS = [
     ),
     Spelling("steadied", packed, steadied),
     Spelling("softmax by hand", packed, softmax_by_hand),
+    Spelling("softmax by hand, divided after the values", packed, divided_after_the_values),
     Spelling("softmax of its logarithm", packed, softmax_of_its_logarithm),
     Spelling("other names", packed, other_names),
     Spelling(
@@ -465,6 +473,11 @@ def scores_alone(m: Any, x: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1)).softmax(-1).sum(1) + v.mean()
 
 
+def exponentials_alone(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    return m.proj(merged((q @ k.transpose(-2, -1)).exp() @ v))
+
+
 def across_images(m: Any, x: Tensor) -> Tensor:
     q, k, v = (part.transpose(0, 2) for part in unpacked(m, x))
     return m.proj(attend(q, k, v).transpose(0, 2).transpose(1, 2).reshape(-1, TOKENS, WIDTH))
@@ -493,6 +506,7 @@ NEAR_MISSES: list[tuple[str, str, Spelling]] = [
     ("normalised-over-queries", "over the other", Spelling("slots", packed, slots)),
     ("wrong-axis", "neither queries nor keys", Spelling("over heads", packed, over_heads)),
     ("no-values", "no product with values", Spelling("scores alone", packed, scores_alone)),
+    ("unnormalised", "by their own sum", Spelling("exponentials alone", packed, exponentials_alone)),
     ("batch-mixing", "over images", Spelling("across images", packed, across_images)),
     (
         "partial-axis",

@@ -23,6 +23,7 @@ def test_an_odd_spelling_is_right_or_refused(odd: Odd) -> None:
     refusals = [softmax.refuse(site) for site in found.sites]
     outcome = "not a site" if not found.sites else "right" if refusals == [None] else "no core"
     assert outcome == odd.expected, refusals or found.near_misses
+    assert found.sites or found.near_misses, "missed in silence"
     if outcome != "right":
         for site, refusal in zip(found.sites, refusals, strict=True):
             assert site.core_reason is None or (refusal and site.core_reason.sentence in refusal.sentence)
