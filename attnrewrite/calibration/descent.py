@@ -22,10 +22,10 @@ from attnrewrite.variants.parts.tensors import wide
 
 MOST_TOKENS = 40_960  # are searched with: a search costs no more, however many images there are
 CHECKED_TOKENS = 8_192  # others, which say whether a search has helped
-TOKENS_AT_ONCE = 1_024  # of a step
-MOST_TIMES = 4  # that each token is seen,
-IMAGES_A_TIME = 200  # once for so many images: few that come often are learnt by heart
-RATE = 0.03  # of a tensor's own size, at most, that its elements change in a step
+TOKENS_AT_ONCE = 256  # of a step: many small ones come further than as many tokens in few
+ONCE = 300  # images come once each, and more as often as the square of how many times that they are,
+MOST_TIMES = 8  # but no more often: at 224x224 a search costs one forward pass of few images, and two of a thousand
+RATE = 0.015  # of a tensor's own size, at most, that its elements change in a step
 LEAST_SIZE = 0.1  # of what tensors have in the middle: one of zeros has that size
 LEAST_GRADIENT = 1e-6  # of an error of about one: where rounding is all there is of it, nothing moves
 FLATTENED = 0.5  # the power of what tokens count: else a few images of a doubtful answer would be learnt by heart
@@ -121,7 +121,7 @@ def search(site: SiteModule, samples: Iterable[Sample], images: int) -> str | No
     before = _error(found, checked, size)
     if before == 0:
         return None
-    times = min(MOST_TIMES, max(1.0, images / IMAGES_A_TIME))
+    times = min(MOST_TIMES, max(1.0, (images / ONCE) ** 2))
     _descend(found, fitted, math.ceil(times * count / size), size, before / len(checked.wanted))
     if not _error(found, checked, size) < before:
         return NO_CLOSER

@@ -55,11 +55,13 @@ class Fit:
         undo: list[Undo] = []
         unsearched: dict[str, list[str]] = {}
         work = Workplace.of(self.name, given, points)
+        passed = 0  # the position behind the last point's stream
         with work.opened() as (teacher, own, weights):
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
                 given.report(self.name, done, len(points))
                 for segments in (teacher, own):
-                    segments.advance(own.order[point.node])
+                    segments.advance(passed, own.order[point.node])
+                passed = own.order[point.stream] + 1
                 undo.append(point.undo())
                 if why := self.fit_point(point, following, teacher, own, weights):
                     unsearched.setdefault(why, []).append(point.name)
@@ -83,7 +85,7 @@ class Fit:
                 point.site.form.refine(lambda: teacher_heads(teacher, name))
             cut = student.order[point.stream] + 1
             cut = cut if following is None else min(cut, student.order[following.node])
-            teacher.advance(cut, keep=(teacher.node(point.stream.name),))
+            teacher.advance(teacher.position + 1, cut, keep=(teacher.node(point.stream.name),))
             if self.forms and point.site is not None:
                 samples = _samples(point, teacher, student, weights)
                 why = descent.search(point.site, samples, len(student.images.images))

@@ -62,11 +62,12 @@ class Reconstruction:
         found = checkpoint(given, self.name, key) or {"windows": 0, "student": tensors}
         student.load_state_dict(found["student"])
         fit, notes = Fit(forms=False, name=self.name), []
+        passed = 0  # the position behind the last point's stream
         followed = dict(zip((point.name for point in points), points[1:], strict=False))
         with work.opened() as (teacher, own, weights):
             for number, window in list(enumerate(windows))[found["windows"] :]:
                 for segments in (teacher, own):
-                    segments.advance(own.order[window.points[0].node])
+                    segments.advance(passed, own.order[window.points[0].node])
                 progress = number * self.steps, len(windows) * self.steps
                 if not self._train(given, own, _Target(window, teacher, weights), *progress):
                     notes.append(
@@ -74,7 +75,8 @@ class Reconstruction:
                     )
                 for point in window.points:
                     for segments in (teacher, own):
-                        segments.advance(own.order[point.node])
+                        segments.advance(passed, own.order[point.node])
+                    passed = own.order[point.stream] + 1
                     fit.fit_point(point, followed.get(point.name), teacher, own, weights)
                 if given.processes.rank == 0:
                     given.state.save(self.name, key, {"windows": number + 1, "student": student.state_dict()})

@@ -19,6 +19,7 @@ from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.store import InMemory, Store
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.site_module import SiteModule
+from attnrewrite.resources import give_back
 from attnrewrite.variants.base import Heads
 
 Values = dict[Node, Any]
@@ -76,9 +77,11 @@ class Segments:
             yield index, values
 
     @torch.no_grad()
-    def advance(self, stop: int, keep: Collection[Node] = ()) -> None:
-        """Start from now on where least is live between here and `stop`; `keep` are values that are asked for yet."""
-        stop = self.cuts.least(self.position, stop)
+    def advance(self, first: int, last: int, keep: Collection[Node] = ()) -> None:
+        """Start from now on where least is live from `first` to `last`, or stay here where that is behind `first` and
+        holds less; `keep` are values that are asked for yet.
+        """
+        stop = self.cuts.least(max(self.position, first) - 1, last)
         if stop <= self.position:
             return
         for index in self.mine:
@@ -86,6 +89,7 @@ class Segments:
             wanted = {n: v for n, v in values.items() if self.cuts.last_use[n] >= stop or n in keep}
             self._keep(index, wanted)
         self.position = stop
+        give_back()
 
     def at(self, index: int, stop: int, needs: frozenset[Node]) -> Values:
         """The values of `needs` and what is live at `stop` for one batch, from here on; they have gradients by the

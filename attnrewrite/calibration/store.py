@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from mmap import mmap
 from pathlib import Path
 from typing import Protocol
 
@@ -48,11 +49,15 @@ class Store(Protocol):
 
 
 class InMemory:
+    """Each tensor in pages of its own, which go back to the system with it: between tensors that stay, those that are
+    let go leave the C library's heap in pieces that nothing else fits.
+    """
+
     def __init__(self) -> None:
         self._held: dict[int, dict[str, Tensor]] = {}
 
     def put(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        self._held[index] = {name: _own(tensor) for name, tensor in tensors.items()}
+        self._held[index] = {name: _apart(tensor.detach()) for name, tensor in tensors.items()}
 
     def get(self, index: int, device: str) -> dict[str, Tensor]:
         return {name: tensor.to(device) for name, tensor in self._held[index].items()}
@@ -99,6 +104,14 @@ def require_disk(what: str, needed: int) -> None:
     logging.getLogger("attnrewrite").warning(
         "%s: the images' activations are kept in temporary files, up to %s in %s", what, format_bytes(needed), folder
     )
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A copy in pages of its own, on a GPU as its allocator has it."""
+    if tensor.device.type != "cpu" or not tensor.nbytes:
+        return _own(tensor)
+    pages = torch.frombuffer(mmap(-1, tensor.nbytes), dtype=tensor.dtype)
+    return pages.reshape(tensor.shape).copy_(tensor)
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from attnrewrite.calibration.stage import StageInput
 from attnrewrite.calibration.store import InMemory, OnDisk, Store, require_disk
 from attnrewrite.images.augment import repeated
 from attnrewrite.images.pool import Pool
+from attnrewrite.resources import give_back
 
 CHOOSING_SHARE = 5  # one image in five chooses among ridges, and is fitted to with the one that it chose,
 LEAST_CHOOSING = 16  # where there are so many
@@ -93,6 +94,7 @@ class Workplace:
                 weights = given.importance(self.images)
             else:
                 weights = importance(given.teacher, self.images, processes, energy, self.draws, self.pieces)
+            give_back()
             yield teacher, student, weights
 
 

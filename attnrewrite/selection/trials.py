@@ -86,12 +86,12 @@ class _Network:
     def advance(self, near: Sequence[Point], following: Point | None) -> None:
         """Go on to the site of the first point of `near`, which `following` comes after."""
         for segments in (self.teacher, self.student, self.ahead):
-            segments.advance(segments.order[segments.node(near[0].node.name)])
+            segments.advance(segments.position + 1, segments.order[segments.node(near[0].node.name)])
         order, node = self.teacher.order, self.teacher.node
         streams = [node(point.stream.name) for point in near]
         cut = 1 + max(order[stream] for stream in streams)
         cut = cut if following is None else min(cut, order[node(following.node.name)])
-        self.teacher.advance(cut, {*streams, *node(near[0].node.name).all_input_nodes})
+        self.teacher.advance(self.teacher.position + 1, cut, {*streams, *node(near[0].node.name).all_input_nodes})
 
     def trial(self, site: AttentionSite, number: int, variant: Variant, near: Sequence[Point]) -> Trial:
         """Candidate `number` at `site`, the first point of `near`; all points are as they were in the end."""
