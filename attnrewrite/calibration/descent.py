@@ -22,6 +22,7 @@ from attnrewrite.variants.parts.tensors import wide
 
 MOST_TOKENS = 40_960  # are searched with: a search costs no more, however many images there are
 CHECKED_TOKENS = 8_192  # others, which say whether a search has helped
+FEW_TOKENS = 1_024  # are not searched with
 TOKENS_AT_ONCE = 256  # of a step: many small ones come further than as many tokens in few
 ONCE = 300  # images come once each, and more as often as the square of how many times that they are,
 MOST_TIMES = 8  # but no more often: at 224x224 a search costs one forward pass of few images, and two of a thousand
@@ -114,7 +115,7 @@ def search(site: SiteModule, samples: Iterable[Sample], images: int) -> str | No
     sample = _joined(samples)
     size = max(1, TOKENS_AT_ONCE // sample.tokens)
     count = len(sample.wanted) * MOST_TOKENS // (MOST_TOKENS + CHECKED_TOKENS)
-    if count <= size:
+    if count <= max(1, FEW_TOKENS // sample.tokens):
         return TOO_FEW
     fitted, checked = sample.rows(slice(count)), sample.rows(slice(count, None)).widened()
     found = copy.deepcopy(site).to(checked.wanted.dtype)

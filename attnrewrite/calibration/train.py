@@ -17,6 +17,7 @@ from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.augment import moved
 from attnrewrite.passes.verify import rewritten_sites
 
+IMAGES = 256  # of a step, as many at a time as there is room for
 WARM_UP = 0.1  # the share of the steps in which the learning rate rises
 LARGEST_GRADIENT = 1.0
 SAVE_EVERY = 20  # steps between checkpoints
@@ -161,7 +162,8 @@ def draw(given: StageInput, step: int) -> Tensor:
     """The images of a step, mirrored and moved: the teacher answers for whatever it is shown."""
     generator = torch.Generator().manual_seed(given.execution.seed * 1_000_003 + step)
     pool = given.images
-    (images,) = pool.draw(torch.randint(len(pool.images), (pool.batch_size,), generator=generator))
+    count = pool.batch_size * max(1, IMAGES // pool.batch_size)  # whole batches, where the model takes no others
+    (images,) = pool.draw(torch.randint(len(pool.images), (count,), generator=generator))
     return moved(images, generator)
 
 

@@ -116,6 +116,7 @@ def test_the_values_beside_the_output_are_the_graphs_own() -> None:
 
 def test_a_batch_is_drawn_from_the_seed_and_the_step_alone() -> None:
     given = calibration("pre-norm", get_variant("l1"))
+    assert len(draw(given, 3)) == 256
     assert torch.equal(draw(given, 3), draw(given, 3))
     assert not torch.equal(draw(given, 3), draw(given, 4))
     assert not torch.equal(draw(given, 3), draw(replace(given, execution=Execution(seed=1)), 3))

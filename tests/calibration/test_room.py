@@ -1,5 +1,6 @@
 """Calibration within a budget of memory: fewer images at once, temporary files, and the same result."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,3 +131,35 @@ def test_what_goes_to_disk_is_announced_and_there_must_be_room(
     monkeypatch.setattr(store, "free_disk", lambda folder: 1000)
     with pytest.raises(InputError, match=r"take .* in temporary files, and .* has 1000 B left: give fewer images"):
         Fit().run(given)
+
+
+@pytest.mark.parametrize("kind", ["pre-norm", "windows"])
+def test_two_streams_wait_and_no_more(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = calibration(kind, get_variant("l1"))
+    stream = len(given.images.images) * _widest(given.student, fit_points(given.student))
+    waiting: dict[tuple[int, int], int] = {}
+    most = 0
+
+    class Counted(store.InMemory):
+        def put(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
+            nonlocal most
+            super().put(index, tensors)
+            if all("/" in name for name in tensors):  # a stream's; what tokens count goes by branches' names
+                waiting[id(self), index] = sum(tensor.nbytes for tensor in tensors.values())
+                most = max(most, sum(waiting.values()))
+
+    monkeypatch.setattr("attnrewrite.calibration.workplace.InMemory", Counted)
+    Fit().run(given)
+    assert stream < most <= 2 * stream
+
+
+def test_what_waits_has_pages_of_its_own() -> None:
+    held, tensor = store.InMemory(), torch.arange(24.0).reshape(2, 3, 4).transpose(0, 2)
+    scalar = torch.tensor(True)
+    held.put(0, {"moved": tensor, "scalar": scalar, "none": tensor[:0]})
+    found = held.get(0, "cpu")
+    for name, own in {"moved": tensor, "scalar": scalar, "none": tensor[:0]}.items():
+        assert torch.equal(found[name], own)
+        assert found[name].is_contiguous()
+    tensor += 1
+    assert not torch.equal(found["moved"], tensor)
