@@ -23,6 +23,7 @@ from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.workplace import Workplace
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.passes.site_module import SiteModule, Write, read
+from attnrewrite.resources import give_back
 from attnrewrite.variants.base import Heads
 from attnrewrite.variants.parts.ridge import LeastSquares
 
@@ -86,6 +87,7 @@ class Fit:
             cut = student.order[point.stream] + 1
             cut = cut if following is None else min(cut, student.order[following.node])
             teacher.advance(teacher.position + 1, cut, keep=(teacher.node(point.stream.name),))
+            give_back()
             if self.forms and point.site is not None:
                 samples = _samples(point, teacher, student, weights)
                 why = descent.search(point.site, samples, len(student.images.images))

@@ -19,7 +19,6 @@ from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.store import InMemory, Store
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.site_module import SiteModule
-from attnrewrite.resources import give_back
 from attnrewrite.variants.base import Heads
 
 Values = dict[Node, Any]
@@ -78,8 +77,8 @@ class Segments:
 
     @torch.no_grad()
     def advance(self, first: int, last: int, keep: Collection[Node] = ()) -> None:
-        """Start from now on where least is live from `first` to `last`, or stay here where that is behind `first` and
-        holds less; `keep` are values that are asked for yet.
+        """Start from now on where least is live from `first` to `last`: here, where that lies between and nowhere later
+        is as little. `keep` are values that are asked for yet.
         """
         stop = self.cuts.least(max(self.position, first) - 1, last)
         if stop <= self.position:
@@ -89,7 +88,6 @@ class Segments:
             wanted = {n: v for n, v in values.items() if self.cuts.last_use[n] >= stop or n in keep}
             self._keep(index, wanted)
         self.position = stop
-        give_back()
 
     def at(self, index: int, stop: int, needs: frozenset[Node]) -> Values:
         """The values of `needs` and what is live at `stop` for one batch, from here on; they have gradients by the
