@@ -30,7 +30,7 @@ RATE = 0.015  # of a tensor's own size, at most, that its elements change in a s
 LEAST_SIZE = 0.1  # of what tensors have in the middle: one of zeros has that size
 LEAST_GRADIENT = 1e-6  # of an error of about one: where rounding is all there is of it, nothing moves
 FLATTENED = 0.5  # the power of what tokens count: else a few images of a doubtful answer would be learnt by heart
-TENSORS = 4  # what is read and wanted, and as much again while it is put together
+TENSORS = 4  # query, key, value and what is wanted
 INTERMEDIATE = 24  # times as much is held of a step
 
 ROLES = ("query", "key", "value")
@@ -149,34 +149,40 @@ def held_bytes(width: int, tokens: int, images: int) -> int:
 
 
 def _joined(samples: Iterable[Sample]) -> Sample:
-    """The first tokens of `samples`, of whole images."""
-    found: list[Sample] = []
+    """The first tokens of `samples`, of whole images: each is put in its place as it comes, as pieces that wait would
+    take twice the memory.
+    """
+    whole: list[Tensor] = []  # what is one tensor in the samples is one of all of them
+    biases: list[tuple[Tensor | None, int]] = []
     rows = 0
     for sample in samples:
-        room = max(1, (MOST_TOKENS + CHECKED_TOKENS) // sample.tokens) - rows
-        found.append(sample.rows(slice(room)))
-        rows += len(found[-1].wanted)
-        if len(sample.wanted) >= room:
+        most = max(1, (MOST_TOKENS + CHECKED_TOKENS) // sample.tokens)
+        part = sample.rows(slice(most - rows))
+        read = {_place(own): own for own in (part.query, part.key, part.value, part.wanted, part.counts)}
+        whole = whole or [own.new_empty(most, *own.shape[1:]) for own in read.values()]
+        for together, own in zip(whole, read.values(), strict=True):
+            together[rows : rows + len(own)] = own
+        biases.append((part.bias, len(part.wanted)))
+        rows += len(part.wanted)
+        if rows == most:
             break
-    together: dict[tuple[object, ...], Tensor] = {}  # what is one tensor in the samples is one of all of them
-
-    def joined(name: str) -> Tensor:
-        parts = [getattr(sample, name) for sample in found]
-        key = tuple((part.data_ptr(), part.shape, part.stride()) for part in parts)
-        if key not in together:
-            together[key] = torch.cat(parts)
-        return together[key]
-
-    query, key, value, wanted, counts = map(joined, ("query", "key", "value", "wanted", "counts"))
-    return Sample(query, key, value, _joined_bias(found), wanted, counts)
+    places = dict(zip(read, (together[:rows] for together in whole), strict=True))
+    query, key, value, wanted, counts = (
+        places[_place(own)] for own in (part.query, part.key, part.value, part.wanted, part.counts)
+    )
+    return Sample(query, key, value, _joined_bias(biases), wanted, counts)
 
 
-def _joined_bias(samples: list[Sample]) -> Tensor | None:
-    """A bias of one row that several images share stays as it is."""
-    biases = [sample.bias for sample in samples if sample.bias is not None]
-    shared = any(bias.shape[0] == 1 < len(sample.wanted) for sample, bias in zip(samples, biases, strict=False))
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _joined_bias(given: list[tuple[Tensor | None, int]]) -> Tensor | None:
+    """The biases of so many images each. One of one row that several share stays as it is."""
+    biases = [bias for bias, _ in given if bias is not None]
     if not biases:
         return None
+    shared = any(len(bias) == 1 < images for bias, (_, images) in zip(biases, given, strict=True))
     return biases[0] if shared else torch.cat(biases)
 
 

@@ -39,6 +39,13 @@ class Point:
         """Whether no addition takes what is fitted here into a stream."""
         return self.stream is self.node
 
+    @property
+    def saved_bytes(self) -> int:
+        """What `undo` holds."""
+        parts = () if self.site is None else (self.site.form, self.site.query, self.site.key, self.site.value)
+        projections = sum(own.nbytes for part in parts for own in part.parameters())
+        return projections + (0 if self.branch is None else self.branch.weight.nbytes)
+
     def undo(self) -> Undo:
         """What puts the point back to where it stands now."""
         form = None if self.site is None else copy.deepcopy(self.site.form)

@@ -119,8 +119,10 @@ def _widest(student: GraphModule, points: Sequence[Point]) -> int:
 
 
 def _held_bytes(points: Sequence[Point], stream: int, images: int) -> int:
-    """The most that solving for a map holds, or a search at a site; all activations are `stream` bytes."""
+    """What puts points back, and the most that solving for a map holds, or a search at a site; all activations are
+    `stream` bytes.
+    """
     solving = [point.branch.solver_bytes for point in points if point.branch is not None]
     widths = [point.branch.weight.shape[1] for point in points if point.branch is not None and point.site is not None]
     searching = [descent.held_bytes(width, stream // (4 * width), images) for width in widths]
-    return max(*solving, *searching, 0, 0)
+    return sum(point.saved_bytes for point in points) + max(*solving, *searching, 0, 0)
