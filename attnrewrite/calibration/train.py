@@ -162,7 +162,8 @@ def draw(given: StageInput, step: int) -> Tensor:
     """The images of a step, mirrored and moved: the teacher answers for whatever it is shown."""
     generator = torch.Generator().manual_seed(given.execution.seed * 1_000_003 + step)
     pool = given.images
-    count = pool.batch_size * max(1, IMAGES // pool.batch_size)  # whole batches, where the model takes no others
+    least = pool.batch_size * given.processes.size if pool.filled else 1  # every process has whole batches
+    count = least * max(1, IMAGES // least)
     (images,) = pool.draw(torch.randint(len(pool.images), (count,), generator=generator))
     return moved(images, generator)
 

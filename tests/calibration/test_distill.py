@@ -122,6 +122,16 @@ def test_a_batch_is_drawn_from_the_seed_and_the_step_alone() -> None:
     assert not torch.equal(draw(given, 3), draw(replace(given, execution=Execution(seed=1)), 3))
 
 
+def test_where_a_batch_is_fixed_every_process_has_whole_ones() -> None:
+    given = calibration("pre-norm", get_variant("l1"))
+    fixed = replace(given.images, batch_size=5, filled=True)
+    shares = []
+    for rank in range(3):
+        own = replace(given, images=fixed, processes=replace(given.processes, rank=rank, size=3))
+        shares.append(len(own.processes.part(draw(own, 0))))
+    assert shares == [85, 85, 85]
+
+
 def test_pictures_are_moved_but_not_made_up() -> None:
     generator = torch.Generator().manual_seed(0)
     ramp = torch.arange(16.0).reshape(1, 1, 1, 16).expand(64, 3, 16, 16)
