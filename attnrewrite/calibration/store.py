@@ -5,7 +5,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from mmap import mmap
+from dataclasses import dataclass
+from math import prod
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Protocol
 
@@ -49,21 +51,47 @@ class Store(Protocol):
 
 
 class InMemory:
-    """Each tensor in pages of its own, which go back to the system with it: between tensors that stay, those that are
-    let go leave the C library's heap in pieces that nothing else fits.
+    """Each tensor in pages of its own, which go back to the system with it; on a GPU as its allocator has it.
+
+    The C library's heap keeps nothing of it, not even a tensor without its elements: between small things that stay,
+    what a network computes for batch after batch would lie in ever new places.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, dict[str, Tensor]] = {}
+        self._held: dict[int, dict[str, Pages | Tensor]] = {}
 
     def put(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        self._held[index] = {name: _apart(tensor.detach()) for name, tensor in tensors.items()}
+        self._held[index] = {
+            name: Pages.of(tensor) if tensor.device.type == "cpu" else _own(tensor) for name, tensor in tensors.items()
+        }
 
     def get(self, index: int, device: str) -> dict[str, Tensor]:
-        return {name: tensor.to(device) for name, tensor in self._held[index].items()}
+        held = self._held[index].items()
+        return {name: (own if isinstance(own, Tensor) else own.tensor()).to(device) for name, own in held}
 
     def close(self) -> None:
         self._held.clear()
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A copy of a tensor's elements, in pages of the system's."""
+
+    memory: mmap
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Pages":
+        pages = cls(mmap(-1, max(1, tensor.nbytes), MAP_PRIVATE | MAP_ANONYMOUS), tuple(tensor.shape), tensor.dtype)
+        pages.tensor().copy_(tensor.detach())
+        return pages
+
+    def tensor(self) -> Tensor:
+        """The elements themselves, as long as the tensor is used."""
+        if not prod(self.shape):
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(self.memory, dtype=self.dtype, count=prod(self.shape)).reshape(self.shape)
 
 
 class OnDisk:
@@ -104,14 +132,6 @@ def require_disk(what: str, needed: int) -> None:
     logging.getLogger("attnrewrite").warning(
         "%s: the images' activations are kept in temporary files, up to %s in %s", what, format_bytes(needed), folder
     )
-
-
-def _apart(tensor: Tensor) -> Tensor:
-    """A copy in pages of its own, on a GPU as its allocator has it."""
-    if tensor.device.type != "cpu" or not tensor.nbytes:
-        return _own(tensor)
-    pages = torch.frombuffer(mmap(-1, tensor.nbytes), dtype=tensor.dtype)
-    return pages.reshape(tensor.shape).copy_(tensor)
 
 
 def _own(tensor: Tensor) -> Tensor:
