@@ -20,12 +20,13 @@ from attnrewrite.passes.site_module import ProjectedRead, ProjectedWrite, SiteMo
 from attnrewrite.variants.base import Form
 from attnrewrite.variants.parts.tensors import wide
 
-MOST_TOKENS = 40_960  # are searched with: a search costs no more, however many images there are
-CHECKED_TOKENS = 8_192  # others, which say whether a search has helped
+MOST_TOKENS = 61_440  # are searched with,
+MOST_SEEN = 6 * MOST_TOKENS  # all times together: a search costs no more, however many images there are
+CHECKED_TOKENS = 12_288  # others, which say whether a search has helped
 FEW_TOKENS = 1_024  # are not searched with
 TOKENS_AT_ONCE = 256  # of a step: many small ones come further than as many tokens in few
 ONCE = 300  # images come once each, and more as often as the square of how many times that they are,
-MOST_TIMES = 8  # but no more often: at 224x224 a search costs one forward pass of few images, and two of a thousand
+MOST_TIMES = 8  # but no more often
 RATE = 0.015  # of a tensor's own size, at most, that its elements change in a step
 LEAST_SIZE = 0.1  # of what tensors have in the middle: one of zeros has that size
 LEAST_GRADIENT = 1e-6  # of an error of about one: where rounding is all there is of it, nothing moves
@@ -123,7 +124,8 @@ def search(site: SiteModule, samples: Iterable[Sample], images: int) -> str | No
     if before == 0:
         return None
     times = min(MOST_TIMES, max(1.0, (images / ONCE) ** 2))
-    _descend(found, fitted, math.ceil(times * count / size), size, before / len(checked.wanted))
+    seen = min(times * count, MOST_SEEN / sample.tokens)
+    _descend(found, fitted, math.ceil(seen / size), size, before / len(checked.wanted))
     if not _error(found, checked, size) < before:
         return NO_CLOSER
     with torch.no_grad():
@@ -133,11 +135,15 @@ def search(site: SiteModule, samples: Iterable[Sample], images: int) -> str | No
 
 
 def searched(site: SiteModule) -> list[nn.Parameter]:
-    """The weights that a search changes: none, where any part of the form keeps softmax's scores."""
-    if any(isinstance(part, Form) and part.keeps_scores for part in site.form.modules()):
+    """The weights that a search changes: none, where any part of the form keeps softmax's scores; no linear map of a
+    form's result, either.
+    """
+    forms = [part for part in site.form.modules() if isinstance(part, Form)]
+    if any(form.keeps_scores for form in forms):
         return []
+    closed = {own for form in forms for name in form.maps_after for own in form.get_submodule(name).parameters()}
     parts = (site.query, site.key, site.value, site.form)
-    return [parameter for part in parts for parameter in part.parameters()]
+    return [parameter for part in parts for parameter in part.parameters() if parameter not in closed]
 
 
 def held_bytes(width: int, tokens: int, images: int) -> int:

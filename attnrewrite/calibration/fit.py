@@ -28,6 +28,7 @@ from attnrewrite.variants.base import Heads
 from attnrewrite.variants.parts.ridge import LeastSquares
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+REFINED_TOKENS = 65_536  # of a site, that its form's own constants are refined with
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,21 @@ def _left_out(points: list[Point]) -> Iterator[str]:
 
 
 def teacher_heads(teacher: Segments, name: str) -> Iterator[Heads]:
-    """What softmax reads at the site called `name`, batch by batch, whichever process computes it."""
+    """What softmax reads at the site called `name` for the first REFINED_TOKENS queries, batch by batch, whichever
+    process computes it.
+    """
     node, site = teacher.node(name), _teacher_site(teacher, name)
     mine = teacher.run(teacher.order[node], node.all_input_nodes)
+    rows = 0
     for index in range(teacher.count):
         owner = index % teacher.processes.size
-        heads = site_heads(site, node, next(mine)[1]) if owner == teacher.processes.rank else None
-        yield teacher.processes.from_owner(heads, owner)
+        own = site_heads(site, node, next(mine)[1]) if owner == teacher.processes.rank else None
+        heads: Heads = teacher.processes.from_owner(own, owner)
+        most = max(1, REFINED_TOKENS // heads.query.shape[2])
+        yield heads.rows(most - rows)
+        rows += len(heads.query)
+        if rows >= most:
+            return
 
 
 def _samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:

@@ -28,7 +28,7 @@ EXAMPLE = "--max-drop 0.5, or --max-latency 0.7 --for host"
 # The five papers' forms; MaiT masks with squares of 3 or 5, and some heads of a layer or all.
 PUBLISHED = (
     "l1", "mobile", "additive", "separable", "masked", "masked:heads=1", "masked:heads=2", "masked:heads=4",
-    "masked:size=5", "masked:size=5,heads=1", "masked:size=5,heads=2", "masked:size=5,heads=4",
+    "masked:size=3", "masked:size=3,heads=1", "masked:size=3,heads=2", "masked:size=3,heads=4",
 )  # fmt: skip
 SETTINGS = (
     "polynomial:rank=6",

@@ -106,6 +106,8 @@ class AdditiveForm(Form):
     value and query fill its slots; the teacher's key is idle.
     """
 
+    maps_after = ("context", "final")
+
     def __init__(self, heads: int, channels: int, queries: int, scale: float) -> None:
         super().__init__()
         width = heads * channels

@@ -1,5 +1,6 @@
 """The search of a site's own weights: closer to what is wanted, the same from any batches, undone where that fails."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
@@ -103,6 +104,24 @@ def test_too_few_tokens_to_check_with_are_not_searched_with() -> None:
     before = [parameter.clone() for parameter in searched(site)]
     assert search(site, [next(samples(site, teacher, 30))], 30) == descent.TOO_FEW
     assert all(map(torch.equal, searched(site), before))
+
+
+def test_no_more_tokens_are_seen_than_a_search_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    site, teacher = first_site()
+    steps: list[int] = []
+    monkeypatch.setattr(descent, "_descend", lambda _site, _sample, count, *_: steps.append(count))
+    for most in (10**9, 36 * 700):
+        monkeypatch.setattr(descent, "MOST_SEEN", most)
+        search(site, samples(site, teacher), 600)
+    at_once, fitted = descent.TOKENS_AT_ONCE // 36, IMAGES * 5 // 6
+    assert steps == [math.ceil(4 * fitted / at_once), 700 / at_once]
+
+
+def test_maps_of_a_forms_result_are_not_searched() -> None:
+    site, _ = first_site("additive")
+    found = {id(parameter) for parameter in searched(site)}
+    left = {name for name, own in site.form.named_parameters() if id(own) not in found}
+    assert left == {"context.weight", "context.bias", "final.weight"}
 
 
 @pytest.mark.parametrize("name", KEEPING)

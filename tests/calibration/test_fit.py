@@ -9,10 +9,12 @@ import torch
 from fits import KINDS, WIDTH, Attention, calibration, pictures
 from torch import Tensor, nn
 
+from attnrewrite.calibration import fit
 from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.descent import NO_CLOSER
-from attnrewrite.calibration.fit import Fit, _back_off
+from attnrewrite.calibration.fit import Fit, _back_off, teacher_heads
 from attnrewrite.calibration.points import fit_points
+from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.stages import Copy, calibrate, run, split
 from attnrewrite.errors import CheckFailedError
@@ -53,6 +55,22 @@ def test_the_fit_brings_every_form_closer(kind: str, variant: str) -> None:
     assert before.kl is not None
     assert report.kl_after < 0.7 * before.kl
     assert all(note.startswith(NO_CLOSER) for note in report.notes)
+
+
+@pytest.mark.parametrize("size", [1, 4, 64])
+def test_forms_are_refined_with_the_first_tokens_whatever_the_batches(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = calibration("windows", get_variant("l1"))
+    name = fit_points(given.student)[0].node.name
+
+    def heads(batch_size: int) -> list[Tensor]:
+        images = replace(given.images, batch_size=batch_size, parts=())
+        return [each.query for each in teacher_heads(Segments(given.teacher, images, given.processes), name)]
+
+    whole = torch.cat(heads(8))
+    monkeypatch.setattr(fit, "REFINED_TOKENS", 10 * whole.shape[2] + 3)
+    torch.testing.assert_close(torch.cat(heads(size)), whole[:10], rtol=1e-6, atol=1e-6)
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:

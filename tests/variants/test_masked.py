@@ -58,7 +58,7 @@ def test_a_bias_that_shuts_out_neighbours_shuts_out_no_others() -> None:
     scores = heads.query @ heads.key.transpose(2, 3) * site.scale
     near = dense_mask(grid, 3).bool()
     expected = torch.where(near, scores + border, 0.0).softmax(-1) @ heads.value
-    form = Masked(approximate=True).build(site).double()
+    form = Masked(size=3, approximate=True).build(site).double()
     torch.testing.assert_close(form(*heads), expected, rtol=0, atol=1e-12)
 
 
@@ -67,7 +67,7 @@ def test_large_scores_of_either_sign_stay_exact(factor: float) -> None:
     site = make_site(heads=1, head_dim=4, grid=Grid(4, 4, 1))
     heads = make_heads(site)
     heads = heads._replace(query=heads.query.abs() * factor, key=heads.key.abs())
-    out = Masked().build(site).double()(*heads)
+    out = Masked(size=3).build(site).double()(*heads)
     torch.testing.assert_close(out, dense(heads, Grid(4, 4, 1), 3, site.scale), rtol=0, atol=1e-12)
 
 
@@ -75,7 +75,7 @@ def test_masked_and_free_heads_stand_in_their_own_places() -> None:
     site = make_site(heads=4, head_dim=4, grid=Grid(4, 5, 1))
     bias = torch.randn(2, 4, 21, 21, dtype=torch.float64)
     heads = make_heads(site)._replace(bias=bias)
-    out = Masked(heads=(0, 3)).build(site).double()(*heads)
+    out = Masked(size=3, heads=(0, 3)).build(site).double()(*heads)
     masked, free = dense(heads, Grid(4, 5, 1), 3, site.scale), softmax_attention(*heads[:3], site.scale, bias)
     torch.testing.assert_close(out[:, [0, 3]], masked[:, [0, 3]], rtol=0, atol=1e-12)
     torch.testing.assert_close(out[:, [1, 2]], free[:, [1, 2]], rtol=0, atol=1e-12)
@@ -112,7 +112,7 @@ def test_nothing_quadratic_in_the_tokens_is_made_forward_backward_or_where_heads
 @pytest.mark.parametrize("soft", [True, False])
 def test_what_is_deployed_is_the_hard_mask(soft: bool) -> None:
     site = make_site(heads=2, head_dim=4, grid=Grid(40, 40))
-    form = Masked(soft=soft, approximate=True).build(site)
+    form = Masked(size=3, soft=soft, approximate=True).build(site)
     if isinstance(form, SoftMaskedForm):
         with torch.no_grad():
             form.logit.fill_(-1.0)
@@ -143,11 +143,12 @@ def test_the_papers_search(near: tuple[float, ...], expected: tuple[int, ...]) -
     grid = Grid(6, 6)
     site = make_site(heads=3, head_dim=grid.tokens, value_dim=4, grid=grid)
     heads = peaked(site, near)
-    form = Masked(heads="paper-search").build(site).double()
+    variant = Masked(size=3, heads="paper-search")
+    form = variant.build(site).double()
     assert isinstance(form, MaskedForm)
     form.refine(lambda: iter([heads]))
     assert form.masked == expected
-    assert replace(Masked(heads="paper-search"), **form.resolved()) == Masked(heads=expected)
+    assert replace(variant, **form.resolved()) == Masked(size=3, heads=expected)
 
 
 def test_locality_is_the_weight_of_the_mask_under_the_masked_softmax() -> None:

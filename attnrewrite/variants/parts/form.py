@@ -26,15 +26,22 @@ class Heads(NamedTuple):
     value: Tensor
     bias: Tensor | None = None
 
+    def rows(self, count: int) -> "Heads":
+        """The first `count` of the batch. A bias of one row is shared by all."""
+        bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[:count]
+        return Heads(self.query[:count], self.key[:count], self.value[:count], bias)
+
 
 class Form(nn.Module):
     """An attention form: (query [B, H, N, d], key [B, H, M, d], value [B, H, M, e], bias) -> [B, H, N, e].
 
     `scale` multiplies the products of query and key; forms that normalise it away ignore it. A form that `keeps_scores`
     weighs keys by softmax's own scores: what a site projects is right for it as it is, and calibration leaves it alone.
+    `maps_after` names linear maps of the form's result: they have a closed form, and no search changes them.
     """
 
     keeps_scores: ClassVar[bool] = False
+    maps_after: ClassVar[tuple[str, ...]] = ()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         raise NotImplementedError
