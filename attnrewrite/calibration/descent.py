@@ -195,7 +195,8 @@ def _joined_bias(given: list[tuple[Tensor | None, int]]) -> Tensor | None:
 def _descend(site: SiteModule, sample: Sample, steps: int, size: int, scale: float) -> None:
     """So many `steps` of `size` images each; an image's error is of the order of `scale`."""
     parameters = searched(site)
-    for parameter in site.parameters():
+    site.requires_grad_(False)
+    for parameter in parameters:
         parameter.requires_grad_(True)
     rates = _rates(parameters)
     groups = [{"params": [parameter]} for parameter in parameters]
