@@ -21,7 +21,7 @@ from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.request import Execution
-from attnrewrite.variants.base import Form
+from attnrewrite.variants.base import Form, Heads
 from attnrewrite.variants.registry import get_variant
 
 
@@ -71,6 +71,15 @@ def test_forms_are_refined_with_the_first_tokens_whatever_the_batches(
     whole = torch.cat(heads(8))
     monkeypatch.setattr(fit, "REFINED_TOKENS", 10 * whole.shape[2] + 3)
     torch.testing.assert_close(torch.cat(heads(size)), whole[:10], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, None), (1, 1), (4, 2)])
+def test_a_bias_goes_with_its_rows_or_is_shared(given: int | None, expected: int | None) -> None:
+    part = torch.arange(24.0).reshape(4, 1, 2, 3)
+    heads = Heads(part, part + 1, part + 2, None if given is None else part[:given] + 3).rows(2)
+    for number, own in enumerate(heads[:3]):
+        assert torch.equal(own, part[:2] + number)
+    assert heads.bias is None if expected is None else torch.equal(heads.bias, part[:expected] + 3)
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:
