@@ -26,7 +26,7 @@ from attnrewrite.variants.parts.tensors import (
 
 HeadChoice = Literal["all", "paper-search", "error"]
 SMALLEST = 3  # the side of a square of neighbours
-DEFAULT = 5  # the larger of the two that the paper has
+DEFAULT = 5  # the larger of the paper's two, which no grid is too small for
 
 
 class HardMask(nn.Module):
