@@ -20,13 +20,15 @@ from attnrewrite.passes.site_module import ProjectedRead, ProjectedWrite, SiteMo
 from attnrewrite.variants.base import Form
 from attnrewrite.variants.parts.tensors import wide
 
-MOST_TOKENS = 61_440  # are searched with,
-MOST_SEEN = 6 * MOST_TOKENS  # all times together: a search costs no more, however many images there are
-CHECKED_TOKENS = 12_288  # others, which say whether a search has helped
+TOKENS_HELD = 61_440  # of a site at a time: a search goes through its images in groups of so many tokens
+CHECKED_TOKENS = 12_288  # others, which say whether a search has helped, of one image in
+CHECKED_SHARE = 8
 FEW_TOKENS = 1_024  # are not searched with
 TOKENS_AT_ONCE = 256  # of a step: many small ones come further than as many tokens in few
 ONCE = 300  # images come once each, and more as often as the square of how many times that they are,
-MOST_TIMES = 8  # but no more often
+MOST_TIMES = 8  # but no more often,
+ENOUGH_SEEN = 368_640  # nor so often that more tokens than these are seen in all, but
+LEAST_TIMES = 2  # as often as this: what a search costs grows with the images, as a forward pass does
 RATE = 0.015  # of a tensor's own size, at most, that its elements change in a step
 LEAST_SIZE = 0.1  # of what tensors have in the middle: one of zeros has that size
 LEAST_GRADIENT = 1e-6  # of an error of about one: where rounding is all there is of it, nothing moves
@@ -43,7 +45,8 @@ NO_CLOSER = "weights were searched and are left, as they came no closer on other
 
 @dataclass(frozen=True)
 class Sample:
-    """What a site reads at some images (or windows), and what it should give there.
+    """What a site reads at some images, of which each is so many rows `per_image` (its windows), and what it should
+    give there.
 
     Query, key and value: tokens [B, N, C] where the site projects them itself, else heads [B, H, N, d]. `bias` is as
     forms read it. wanted [B, N, outputs], and what it counts [B, N].
@@ -55,13 +58,19 @@ class Sample:
     bias: Tensor | None
     wanted: Tensor
     counts: Tensor
+    per_image: int = 1
 
     @property
     def tokens(self) -> int:
         return self.wanted.shape[1]
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All but the bias, which several rows may share."""
+        return self.query, self.key, self.value, self.wanted, self.counts
+
     def rows(self, which: Tensor | slice) -> "Sample":
-        """Some of the images. A bias of one row is shared by all."""
+        """Some of the rows. A bias of one row is shared by all."""
 
         def own(part: Tensor | None) -> Tensor | None:
             return part if part is None or (part is self.bias and len(part) == 1) else part[which]
@@ -73,12 +82,15 @@ class Sample:
         return self._mapped(lambda part: None if part is None else wide(part))
 
     def _mapped(self, change: Callable[[Tensor | None], Tensor | None]) -> "Sample":
-        parts: dict[str, Any] = {each.name: change(getattr(self, each.name)) for each in fields(self)}
+        names = (each.name for each in fields(self) if each.name != "per_image")
+        parts: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
         return replace(self, **parts)
 
 
-def sampled(site: SiteModule, tensors: Iterable[Tensor], wanted: Tensor, counts: Tensor) -> Sample:
-    """What `site`, called with `tensors`, reads, beside what is wanted of it [B, N, outputs] and what that counts."""
+def sampled(site: SiteModule, tensors: Iterable[Tensor], wanted: Tensor, counts: Tensor, images: int) -> Sample:
+    """What `site`, called with `tensors` of so many `images`, reads, beside what is wanted of it [B, N, outputs] and
+    what that counts.
+    """
     given = dict(zip(site.values, tensors, strict=True))
     heads = site.attend_inputs(*given.values())
     read: dict[tuple[object, ...], Tensor] = {}  # query, key and value are mostly of the same tokens: kept once
@@ -91,7 +103,7 @@ def sampled(site: SiteModule, tensors: Iterable[Tensor], wanted: Tensor, counts:
                 part = read.setdefault((site.roles[role], reader.layout), tokens)
         parts.append(part)
     query, key, value = parts
-    return Sample(query, key, value, heads[3], wanted, counts)
+    return Sample(query, key, value, heads[3], wanted, counts, len(wanted) // images)
 
 
 def output(site: SiteModule, sample: Sample) -> Tensor:
@@ -104,34 +116,40 @@ def output(site: SiteModule, sample: Sample) -> Tensor:
 
 
 def search(site: SiteModule, samples: Iterable[Sample], images: int) -> str | None:
-    """Change the weights of the site's form and projections so that it gives what is wanted, by Adam on the first
-    MOST_TOKENS of `samples`, which are of so many `images` in all; the output projection, which has a closed form,
-    stays.
+    """Change the weights of the site's form and projections so that it gives what is wanted, by Adam on `samples`,
+    which are of so many `images` in all; the output projection, which has a closed form, stays.
 
-    Where that is no closer on the CHECKED_TOKENS after them, all is left as it was, and the reason returned: TOO_FEW or
-    NO_CLOSER. The result does not depend on how the samples come in batches.
+    Where that is no closer on the last of them, which are kept apart, all is left as it was, and the reason returned:
+    TOO_FEW or NO_CLOSER. The result does not depend on how the samples come in batches.
     """
     if not searched(site):
         return None
-    sample = _joined(samples)
-    size = max(1, TOKENS_AT_ONCE // sample.tokens)
-    count = len(sample.wanted) * MOST_TOKENS // (MOST_TOKENS + CHECKED_TOKENS)
-    if count <= max(1, FEW_TOKENS // sample.tokens):
+    stream = _Stream(samples)
+    tokens, count = stream.batch.tokens, images * stream.batch.per_image
+    checked = min(max(1, count // CHECKED_SHARE), max(1, CHECKED_TOKENS // tokens))
+    fitted = count - checked
+    if fitted * tokens <= FEW_TOKENS:
         return TOO_FEW
-    fitted, checked = sample.rows(slice(count)), sample.rows(slice(count, None)).widened()
-    found = copy.deepcopy(site).to(checked.wanted.dtype)
-    before = _error(found, checked, size)
-    if before == 0:
-        return None
-    times = min(MOST_TIMES, max(1.0, (images / ONCE) ** 2))
-    seen = min(times * count, MOST_SEEN / sample.tokens)
-    _descend(found, fitted, math.ceil(seen / size), size, before / len(checked.wanted))
-    if not _error(found, checked, size) < before:
+    size, held = (max(1, most // tokens) for most in (TOKENS_AT_ONCE, TOKENS_HELD))
+    groups = [min(held, fitted - start) for start in range(0, fitted, held)]
+    steps = [math.ceil(_times(images, fitted * tokens) * group / size) for group in groups]
+    before, found = (copy.deepcopy(site).to(wide(stream.batch.wanted).dtype) for _ in range(2))
+    descent = _Descent(found, Schedule(sum(steps), 1.0), size)
+    for group, own in zip(groups, steps, strict=True):
+        descent.through(stream.take(group), own)
+    check = stream.take(checked)
+    errors = [_error(each, check, size) for each in (before, found)]
+    if errors[0] and not errors[1] < errors[0]:
         return NO_CLOSER
     with torch.no_grad():
         for parameter, better in zip(searched(site), searched(found), strict=True):
             parameter.copy_(better)
     return None
+
+
+def _times(images: int, tokens: int) -> float:
+    """How often a search sees each of so many `tokens` of `images`."""
+    return min(max(1.0, (images / ONCE) ** 2), MOST_TIMES, max(LEAST_TIMES, ENOUGH_SEEN / tokens))
 
 
 def searched(site: SiteModule) -> list[nn.Parameter]:
@@ -147,36 +165,43 @@ def searched(site: SiteModule) -> list[nn.Parameter]:
 
 
 def held_bytes(width: int, tokens: int, images: int) -> int:
-    """What a search holds at a site of so many channels that sees so many tokens of so many images in all: its sample,
-    and what is computed in a step.
+    """What a search holds at a site of so many channels that sees so many tokens of so many images in all: a group of
+    them, those that check, and what is computed in a step.
     """
     step = max(TOKENS_AT_ONCE, tokens // max(1, images))
-    return 4 * width * (TENSORS * min(tokens, MOST_TOKENS + CHECKED_TOKENS) + INTERMEDIATE * min(tokens, step))
+    return 4 * width * (TENSORS * min(tokens, TOKENS_HELD + CHECKED_TOKENS) + INTERMEDIATE * min(tokens, step))
 
 
-def _joined(samples: Iterable[Sample]) -> Sample:
-    """The first tokens of `samples`, of whole images: each is put in its place as it comes, as pieces that wait would
-    take twice the memory.
-    """
-    whole: list[Tensor] = []  # what is one tensor in the samples is one of all of them
-    biases: list[tuple[Tensor | None, int]] = []
-    rows = 0
-    for sample in samples:
-        most = max(1, (MOST_TOKENS + CHECKED_TOKENS) // sample.tokens)
-        part = sample.rows(slice(most - rows))
-        read = {_place(own): own for own in (part.query, part.key, part.value, part.wanted, part.counts)}
-        whole = whole or [own.new_empty(most, *own.shape[1:]) for own in read.values()]
-        for together, own in zip(whole, read.values(), strict=True):
-            together[rows : rows + len(own)] = own
-        biases.append((part.bias, len(part.wanted)))
-        rows += len(part.wanted)
-        if rows == most:
-            break
-    places = dict(zip(read, (together[:rows] for together in whole), strict=True))
-    query, key, value, wanted, counts = (
-        places[_place(own)] for own in (part.query, part.key, part.value, part.wanted, part.counts)
-    )
-    return Sample(query, key, value, _joined_bias(biases), wanted, counts)
+class _Stream:
+    """The images of samples that come in batches, taken in order, as many at a time as are asked for."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self.samples = iter(samples)
+        self.batch = next(self.samples)
+
+    def take(self, rows: int) -> Sample:
+        """The next so many. Each batch is put in its place as it comes, as batches that wait would take twice the
+        memory; what is one tensor in a batch is one of all.
+        """
+        first: list[int] = []
+        whole: dict[int, Tensor] = {}
+        biases: list[tuple[Tensor | None, int]] = []
+        done = 0
+        while done < rows:
+            if not len(self.batch.wanted):
+                self.batch = next(self.samples)
+            part = self.batch.rows(slice(rows - done))
+            self.batch = self.batch.rows(slice(rows - done, None))
+            if not whole:
+                places = [_place(own) for own in part.tensors]
+                first = [places.index(place) for place in places]
+                whole = {index: part.tensors[index].new_empty(rows, *part.tensors[index].shape[1:]) for index in first}
+            for index, together in whole.items():
+                together[done : done + len(part.wanted)] = part.tensors[index]
+            biases.append((part.bias, len(part.wanted)))
+            done += len(part.wanted)
+        query, key, value, wanted, counts = (whole[index] for index in first)
+        return replace(part, query=query, key=key, value=value, bias=_joined_bias(biases), wanted=wanted, counts=counts)
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -192,24 +217,32 @@ def _joined_bias(given: list[tuple[Tensor | None, int]]) -> Tensor | None:
     return biases[0] if shared else torch.cat(biases)
 
 
-def _descend(site: SiteModule, sample: Sample, steps: int, size: int, scale: float) -> None:
-    """So many `steps` of `size` images each; an image's error is of the order of `scale`."""
-    parameters = searched(site)
-    site.requires_grad_(False)
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-    rates = _rates(parameters)
-    groups = [{"params": [parameter]} for parameter in parameters]
-    optimizer = torch.optim.Adam(groups, eps=LEAST_GRADIENT)
-    schedule = Schedule(steps, 1.0)
-    with torch.enable_grad():
-        for step, rows in enumerate(islice(_drawn(len(sample.wanted), size), steps)):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * schedule.rate_at(step)
-            optimizer.zero_grad()
-            error = _part(site, sample.rows(rows.to(sample.wanted.device)).widened())
-            (error / (scale * len(rows))).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+class _Descent:
+    """Adam on what a search changes of `site`, along `schedule`, by so many rows (`size`) a step."""
+
+    def __init__(self, site: SiteModule, schedule: Schedule, size: int) -> None:
+        self.site, self.schedule, self.size = site, schedule, size
+        parameters = searched(site)
+        site.requires_grad_(False)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        self.rates = _rates(parameters)
+        self.optimizer = torch.optim.Adam([{"params": [each]} for each in parameters], eps=LEAST_GRADIENT)
+        self.done, self.scale = 0, 0.0
+
+    def through(self, sample: Sample, steps: int) -> None:
+        """So many `steps` on the rows of `sample`."""
+        if not self.done:
+            self.scale = _error(self.site, sample, self.size) / len(sample.wanted) or 1.0
+        for rows in islice(_drawn(len(sample.wanted), self.size), steps):
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = rate * self.schedule.rate_at(self.done)
+            self.optimizer.zero_grad()
+            with torch.enable_grad():
+                error = _part(self.site, sample.rows(rows.to(sample.wanted.device)))
+                (error / (self.scale * len(rows))).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.done += 1
 
 
 def _rates(parameters: list[nn.Parameter]) -> list[float]:
@@ -233,4 +266,5 @@ def _error(site: SiteModule, sample: Sample, size: int) -> float:
 
 
 def _part(site: SiteModule, sample: Sample) -> Tensor:
-    return ((output(site, sample) - sample.wanted).square().sum(2) * sample.counts).sum()
+    part = sample.widened()
+    return ((output(site, part) - part.wanted).square().sum(2) * part.counts).sum()

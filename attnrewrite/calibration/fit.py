@@ -169,13 +169,14 @@ def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Im
     stop = student.order[point.stream] + 1
     for (index, wanted), (_, values) in zip(teacher.run(stop, {stream}), student.run(stop, needs), strict=True):
         counts = None if point.branch is None else weights.of(point.node.name, index)
-        yield _sample(point, wanted[stream], values, counts)
+        yield _sample(point, wanted[stream], values, counts, student.images.size_of(index))
 
 
 @torch.no_grad()
-def _sample(point: Point, wanted: Tensor, values: Values, counts: Tensor | None) -> descent.Sample:
-    """What the site at `point` reads of the student's `values`, for the teacher's stream behind it, `wanted`. Where no
-    output projection is traced, all tokens count alike, and the teacher's heads are what is wanted.
+def _sample(point: Point, wanted: Tensor, values: Values, counts: Tensor | None, images: int) -> descent.Sample:
+    """What the site at `point` reads of the student's `values` for so many `images`, for the teacher's stream behind
+    it, `wanted`. Where no output projection is traced, all tokens count alike, and the teacher's heads are what is
+    wanted.
     """
     site, branch = point.site, point.branch
     assert site is not None
@@ -183,11 +184,11 @@ def _sample(point: Point, wanted: Tensor, values: Values, counts: Tensor | None)
     if branch is None or counts is None:
         assert isinstance(site.output, Write)
         heads = read(wanted, site.output.layout).transpose(1, 2).flatten(2)
-        return descent.sampled(site, tensors, heads, heads.new_ones(heads.shape[:2]))
+        return descent.sampled(site, tensors, heads, heads.new_ones(heads.shape[:2]), images)
     x = branch.inputs(values)
     target, reaches = branch.targets(x, wanted - values[point.stream], values)
     flattened = counts.reshape(reaches.shape).pow(descent.FLATTENED) * reaches
-    return descent.sampled(site, tensors, F.linear(x, branch.weight, branch.bias) + target, flattened)
+    return descent.sampled(site, tensors, F.linear(x, branch.weight, branch.bias) + target, flattened, images)
 
 
 def _teacher_site(teacher: Segments, name: str) -> SiteModule:

@@ -43,6 +43,11 @@ class Pool:
             for start in range(first, last, self.batch_size)
         )
 
+    def size_of(self, index: int) -> int:
+        """How many images batch `index` holds, with those that fill it up."""
+        start, stop = self.bounds[index]
+        return self.batch_size if self.filled else stop - start
+
     @cached_property
     def digest(self) -> str:
         """A hash of the images, their labels and order, and of how they are read. Batches change nothing."""
@@ -56,7 +61,7 @@ class Pool:
     def batch(self, index: int) -> tuple[Tensor, ...]:
         """The inputs of batch `index`: float32 [batch_size, C, H, W], of a model that takes pictures."""
         start, stop = self.bounds[index]
-        numbers = torch.arange(start, start + self.batch_size if self.filled else stop)
+        numbers = torch.arange(start, start + self.size_of(index))
         return self.draw(torch.where(numbers < stop, numbers, (numbers - stop) % len(self.images)))
 
     def draw(self, indices: Tensor) -> tuple[Tensor, ...]:
@@ -77,9 +82,9 @@ class Pool:
         a batch, where the output's first axis is the batch's.
         """
         found = []
-        for (start, stop), output in zip(self.bounds, outputs, strict=True):
-            size = self.batch_size if self.filled else stop - start
-            found.append(output[: stop - start] if output.shape[:1] == (size,) else output)
+        for index, ((start, stop), output) in enumerate(zip(self.bounds, outputs, strict=True)):
+            whole = output.shape[:1] == (self.size_of(index),)
+            found.append(output[: stop - start] if whole else output)
         return torch.cat(found).double()
 
 

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fits import KINDS, calibration
-from torch import Tensor
+from fits import KINDS, calibration, pictures
 
 from attnrewrite.calibration import descent
 from attnrewrite.calibration.branches import branches
@@ -40,8 +39,8 @@ def samples(site: SiteModule, teacher: SiteModule, size: int = IMAGES, seed: int
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((IMAGES, 36, 5), (5, 8))
     )
     for part in (tokens @ mixing).split(size):
-        sample = sampled(teacher, (part,), part, part.new_ones(part.shape[:2]))
-        yield sampled(site, (part,), output(teacher, sample), sample.counts)
+        sample = sampled(teacher, (part,), part, part.new_ones(part.shape[:2]), len(part))
+        yield sampled(site, (part,), output(teacher, sample), sample.counts, len(part))
 
 
 @torch.no_grad()
@@ -92,7 +91,7 @@ def test_what_is_no_closer_on_other_tokens_is_left_alone() -> None:
     """Of the images that check, the opposite is wanted."""
     site, teacher = first_site()
     (sample,) = samples(site, teacher)
-    fitted = IMAGES * descent.MOST_TOKENS // (descent.MOST_TOKENS + descent.CHECKED_TOKENS)
+    fitted = IMAGES - IMAGES // descent.CHECKED_SHARE
     wanted = torch.cat([sample.wanted[:fitted], 2 * output(site, sample)[fitted:] - sample.wanted[fitted:]])
     before = [parameter.clone() for parameter in searched(site)]
     assert search(site, [replace(sample, wanted=wanted)], IMAGES) == descent.NO_CLOSER
@@ -106,15 +105,43 @@ def test_too_few_tokens_to_check_with_are_not_searched_with() -> None:
     assert all(map(torch.equal, searched(site), before))
 
 
-def test_no_more_tokens_are_seen_than_a_search_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("images", "enough", "times"),
+    [
+        (300, 10**9, 1.0),
+        (600, 10**9, 4.0),
+        (3_000, 10**9, descent.MOST_TIMES),
+        (3_000, 36 * 3_000 * 5, 5 * 8 / 7),  # where one image in eight checks
+        (3_000, 36, descent.LEAST_TIMES),
+    ],
+)
+def test_images_are_seen_as_often_as_they_are_many_and_a_search_may_cost(
+    images: int, enough: int, times: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site, teacher = first_site()
-    steps: list[int] = []
-    monkeypatch.setattr(descent, "_descend", lambda _site, _sample, count, *_: steps.append(count))
-    for most in (10**9, 36 * 700):
-        monkeypatch.setattr(descent, "MOST_SEEN", most)
-        search(site, samples(site, teacher), 600)
-    at_once, fitted = descent.TOKENS_AT_ONCE // 36, IMAGES * 5 // 6
-    assert steps == [math.ceil(4 * fitted / at_once), 700 / at_once]
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(descent, "ENOUGH_SEEN", enough)
+    monkeypatch.setattr(descent, "CHECKED_TOKENS", 10**9)
+    monkeypatch.setattr(descent, "TOKENS_HELD", 36 * 1_000)
+    monkeypatch.setattr(descent._Descent, "through", lambda _, own, steps: given.append((len(own.wanted), steps)))
+    repeated = (sample for _ in range(4) for sample in samples(site, teacher))
+    search(site, repeated, images)
+    fitted, at_once = images - images // descent.CHECKED_SHARE, descent.TOKENS_AT_ONCE // 36
+    groups = [min(1_000, fitted - start) for start in range(0, fitted, 1_000)]
+    assert given == [(group, math.ceil(times * group / at_once - 1e-9)) for group in groups]
+
+
+@torch.no_grad()
+def test_every_group_of_images_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other is as good as together, to the noise of their order: the last alone is not."""
+    found = []
+    for held, first in ((36 * IMAGES, 0), (36 * 100, 0), (36 * IMAGES, 660)):
+        site, teacher = first_site("elu")
+        (others,) = samples(site, teacher)
+        monkeypatch.setattr(descent, "TOKENS_HELD", held)
+        assert search(site, [others.rows(slice(first, 760))], 760 - first) is None
+        found.append(error(site, others.rows(slice(760, None))))
+    assert found[1] < 1.05 * found[0] < 0.5 * found[2]
 
 
 def test_maps_of_a_forms_result_are_not_searched() -> None:
@@ -146,15 +173,12 @@ def test_tokens_that_count_for_nothing_do_not_matter() -> None:
 def test_a_site_in_half_precision_is_searched_in_float32() -> None:
     site, teacher = first_site()
     (sample,) = samples(site, teacher)
-    half = Sample(**{each.name: _half(getattr(sample, each.name)) for each in fields(sample)})
+    query, key, value, wanted, counts = (tensor.half() for tensor in sample.tensors)
+    half = Sample(query, key, value, None, wanted, counts)
     before = error(site, sample)
     search(site.half(), [half], IMAGES)
     assert all(parameter.dtype == torch.float16 for parameter in site.parameters())
     assert error(site.double(), sample) < 0.95 * before
-
-
-def _half(part: Tensor | None) -> Tensor | None:
-    return None if part is None else part.half()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,7 +192,7 @@ def test_a_sample_gives_what_the_site_gives_in_its_graph(kind: str) -> None:
         for _, values in student.run(stop, {branch.stream, *branch.reads}):
             wanted = F.linear(branch.inputs(values), branch.weight, branch.bias)
             tensors = [values[argument] for argument in branch.node.args]  # type: ignore[index]
-            sample = sampled(branch.site, tensors, wanted, wanted[..., 0])
+            sample = sampled(branch.site, tensors, wanted, wanted[..., 0], given.images.batch_size)
             assert sample.query is sample.key is sample.value
             torch.testing.assert_close(output(branch.site, sample), wanted, rtol=0, atol=1e-6)
 
@@ -182,6 +206,6 @@ def fitted_error(given: StageInput) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fit_is_closer_with_a_search_than_without(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_search = fitted_error(calibration(kind, get_variant("elu")))
+    with_search = fitted_error(calibration(kind, get_variant("elu"), pictures(400)))
     monkeypatch.setattr(descent, "search", lambda *_: None)
-    assert with_search < fitted_error(calibration(kind, get_variant("elu")))
+    assert with_search < 0.95 * fitted_error(calibration(kind, get_variant("elu"), pictures(400)))
