@@ -72,15 +72,22 @@ class Branch:
             return values[self.node.args[0]].movedim(self.axis, -1)  # type: ignore[index]
         return self.site.form(*site_heads(self.site, self.node, values)).transpose(1, 2).flatten(2)
 
+    def outputs(self, y: Tensor) -> Tensor:
+        """A value at `node`, in the order of `inputs`: [..., outputs]."""
+        if self.site is not None:
+            assert isinstance(self.site.output, ProjectedWrite)
+            y = read(y, self.site.output.layout).squeeze(1)
+        return y.movedim(self.axis, -1)
+
     def rows(self, y: Tensor) -> Tensor:
         """The energy of each row of a value at `node`, in the order of `inputs`: [samples]."""
-        return self._outputs_last(y).square().sum(-1).flatten()
+        return self.outputs(y).square().sum(-1).flatten()
 
     def spread(self, rows: Tensor, values: Values) -> Tensor:
         """A number for each row, in the order of `inputs`, as what to multiply a value at `stream` with: zero where no
         row reaches it.
         """
-        ones = torch.ones_like(self._outputs_last(values[self.node]))
+        ones = torch.ones_like(self.outputs(values[self.node]))
         moved = self._move(rows.reshape(*ones.shape[:-1], 1) * ones, values)
         gain = self._move(ones, values)
         return torch.where(gain == 0, gain, moved / gain)
@@ -100,7 +107,7 @@ class Branch:
 
     def targets(self, x: Tensor, residual: Tensor, values: Values) -> tuple[Tensor, Tensor]:
         """What has to be added to y [..., outputs] for `residual` to be added to the stream, and which tokens reach it
-        [...], for inputs x [..., inputs].
+        [...], which are as many as the inputs x [..., inputs], or outputs.
 
         The path P only moves and scales, so that P^T P is diagonal: the pseudo-inverse is P^T r / P^T P 1.
         """
@@ -130,13 +137,6 @@ class Branch:
                 self.bias.copy_(bias)
 
         return restore
-
-    def _outputs_last(self, y: Tensor) -> Tensor:
-        """A value at `node` [..., outputs], which `_move` takes."""
-        if self.site is not None:
-            assert isinstance(self.site.output, ProjectedWrite)
-            y = read(y, self.site.output.layout).squeeze(1)
-        return y.movedim(self.axis, -1)
 
     def _move(self, y: Tensor, values: Values) -> Tensor:
         if self.site is not None:

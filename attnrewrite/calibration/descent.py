@@ -32,6 +32,7 @@ LEAST_TIMES = 2  # as often as this: what a search costs grows with the images, 
 RATE = 0.015  # of a tensor's own size, at most, that its elements change in a step
 LEAST_SIZE = 0.1  # of what tensors have in the middle: one of zeros has that size
 LEAST_GRADIENT = 1e-6  # of an error of about one: where rounding is all there is of it, nothing moves
+SCALED_STEPS = 16  # whose rows say what the error is
 FLATTENED = 0.5  # the power of what tokens count: else a few images of a doubtful answer would be learnt by heart
 TENSORS = 4  # query, key, value and what is wanted
 INTERMEDIATE = 24  # times as much is held of a step
@@ -233,7 +234,8 @@ class _Descent:
     def through(self, sample: Sample, steps: int) -> None:
         """So many `steps` on the rows of `sample`."""
         if not self.done:
-            self.scale = _error(self.site, sample, self.size) / len(sample.wanted) or 1.0
+            few = sample.rows(slice(SCALED_STEPS * self.size))
+            self.scale = _error(self.site, few, self.size) / len(few.wanted) or 1.0
         for rows in islice(_drawn(len(sample.wanted), self.size), steps):
             for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * self.schedule.rate_at(self.done)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnrewrite.calibration import descent
@@ -165,7 +164,8 @@ def _samples(point: Point, teacher: Segments, student: Segments, weights: Import
 
 def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:
     stream = teacher.node(point.stream.name)
-    needs = {point.stream, *point.node.all_input_nodes, *(() if point.branch is None else point.branch.reads)}
+    needs = {point.node, point.stream, *point.node.all_input_nodes}
+    needs |= set() if point.branch is None else point.branch.reads
     stop = student.order[point.stream] + 1
     for (index, wanted), (_, values) in zip(teacher.run(stop, {stream}), student.run(stop, needs), strict=True):
         counts = None if point.branch is None else weights.of(point.node.name, index)
@@ -185,10 +185,10 @@ def _sample(point: Point, wanted: Tensor, values: Values, counts: Tensor | None,
         assert isinstance(site.output, Write)
         heads = read(wanted, site.output.layout).transpose(1, 2).flatten(2)
         return descent.sampled(site, tensors, heads, heads.new_ones(heads.shape[:2]), images)
-    x = branch.inputs(values)
-    target, reaches = branch.targets(x, wanted - values[point.stream], values)
+    y = branch.outputs(values[point.node])
+    target, reaches = branch.targets(y, wanted - values[point.stream], values)
     flattened = counts.reshape(reaches.shape).pow(descent.FLATTENED) * reaches
-    return descent.sampled(site, tensors, F.linear(x, branch.weight, branch.bias) + target, flattened, images)
+    return descent.sampled(site, tensors, y + target, flattened, images)
 
 
 def _teacher_site(teacher: Segments, name: str) -> SiteModule:
