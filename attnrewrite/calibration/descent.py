@@ -21,8 +21,8 @@ from attnrewrite.variants.base import Form
 from attnrewrite.variants.parts.tensors import wide
 
 TOKENS_HELD = 61_440  # of a site at a time: a search goes through its images in groups of so many tokens
-CHECKED_TOKENS = 12_288  # others, which say whether a search has helped, of one image in
-CHECKED_SHARE = 8
+CHECKED_SHARE = 8  # one image in so many is kept apart, to say whether a search has helped,
+CHECKED_TOKENS = 12_288  # but no more tokens than these
 FEW_TOKENS = 1_024  # are not searched with
 TOKENS_AT_ONCE = 256  # of a step: many small ones come further than as many tokens in few
 ONCE = 300  # images come once each, and more as often as the square of how many times that they are,

@@ -111,7 +111,7 @@ def test_too_few_tokens_to_check_with_are_not_searched_with() -> None:
         (300, 10**9, 1.0),
         (600, 10**9, 4.0),
         (3_000, 10**9, descent.MOST_TIMES),
-        (3_000, 36 * 3_000 * 5, 5 * 8 / 7),  # where one image in eight checks
+        (3_000, 36 * 3_000 * 5, 5 / (1 - 1 / descent.CHECKED_SHARE)),  # the others have the whole of it
         (3_000, 36, descent.LEAST_TIMES),
     ],
 )
