@@ -87,6 +87,7 @@ def softmax_products(graph: GraphView, anchor: Operation) -> Products | Refusal:
     scores = walk_back(graph, anchor.inputs[0])
     if isinstance(scores, NoProduct):
         return _no_product(graph, anchor, scores)
+    scores = scores.scaled(float(anchor.attributes.get("factor", 1.0)))  # type: ignore[arg-type]
     to_softmax = (*scores.path, anchor.value)
     keys = varying_axis(graph, scores.product, to_softmax, axis)
     if axis in graph.batch_axes(anchor.value):

@@ -1,7 +1,7 @@
 """A softmax that a model writes out itself: exponentials over their sum, or of its logarithm."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,33 +12,70 @@ from attnrewrite.patterns.graph import GraphView, Operation
 LOG_SOFTMAX = "log softmax"  # the name of such an operation, which has an `axis` as softmax has
 
 
+@dataclass(frozen=True)
+class _Exponential:
+    """exp(factor * scores); the scores lie at `operand`."""
+
+    operand: str
+    factor: float
+
+
 def softmax_by_hand(graph: GraphView, operation: Operation) -> Operation:
     """`operation`, read as a softmax where it is exp(scores) / sum(exp(scores)) along one axis, or exp(log softmax), or
-    exp(scores) whose sum divides only their product with the values: `divided` in its attributes.
+    exp(scores) whose sum divides only their product with the values: `divided` in its attributes. Powers of another
+    number are exponentials of scaled scores.
 
     What is taken away from the scores before, most often their largest, is a term like any other.
     """
-    if (operation.kind, operation.name) == ("map", "exp"):
-        inner = graph.operation(operation.inputs[0])
-        if inner.name == LOG_SOFTMAX:
+    if (exponential := _exponential(graph, operation)) is not None:
+        inner = graph.operation(exponential.operand)
+        if inner.name == LOG_SOFTMAX and exponential.factor == 1:
             return Operation(operation.value, "softmax", "softmax", inner.inputs, inner.attributes)
-        return _divided_later(graph, operation) or operation
+        divided = _divided_later(graph, operation.value)
+        return operation if divided is None else _softmax(operation.value, exponential, divided)
     if (operation.kind, operation.name) != ("map", "div") or len(operation.inputs) != 2:
         return operation
-    exponential = graph.operation(operation.inputs[0])
-    if (exponential.kind, exponential.name) != ("map", "exp"):
+    terms, sums = operation.inputs
+    exponential = _exponential(graph, graph.operation(terms))
+    total = None if exponential is None else _sum_of(graph, terms, sums)
+    if exponential is None or total is None or not np.array_equal(total.rows, _rows(graph, terms, total.axis)):
         return operation
-    total = _sum_of(graph, exponential.value, operation.inputs[1])
-    if total is None or not np.array_equal(total.rows, _rows(graph, exponential.value, total.axis)):
-        return operation
-    return Operation(operation.value, "softmax", "softmax", exponential.inputs, {"axis": total.axis})
+    return _softmax(operation.value, exponential, {"axis": total.axis})
 
 
 def is_loose(graph: GraphView, operation: Operation) -> bool:
     """Whether `operation` is an exponential that no softmax is made of."""
-    if operation.kind != "map" or operation.name not in ("exp", "exp2"):
+    if _exponential(graph, operation) is None:
         return False
     return not any(graph.operation(user).kind == "softmax" for user in _behind_moves(graph, operation.value))
+
+
+def _exponential(graph: GraphView, operation: Operation) -> _Exponential | None:
+    """`operation`, where it is a power of a number: of e, of 2, or of any other above zero, but of 1."""
+    if operation.kind != "map" or not operation.inputs:
+        return None
+    *base, exponent = operation.inputs
+    if operation.name in ("exp", "exp2"):
+        return _Exponential(exponent, 1.0 if operation.name == "exp" else math.log(2))
+    if operation.name != "pow" or graph.is_constant(exponent):
+        return None
+    number = _element(graph, base[0]) if base else _left_number(operation)
+    return None if number is None or number <= 0 or number == 1 else _Exponential(exponent, math.log(number))
+
+
+def _element(graph: GraphView, value: str) -> float | None:
+    """The only element of a constant."""
+    single = graph.is_constant(value) and math.prod(graph.shape(value)) == 1
+    return float(graph.constant(value).reshape(())) if single else None
+
+
+def _left_number(operation: Operation) -> float | None:
+    """The number that stands on the left of a map's one tensor operand."""
+    return cast(float, operation.attributes["scalar"]) if operation.attributes.get("position") == 0 else None
+
+
+def _softmax(value: str, exponential: _Exponential, attributes: Mapping[str, object]) -> Operation:
+    return Operation(value, "softmax", "softmax", (exponential.operand,), {"factor": exponential.factor, **attributes})
 
 
 @dataclass(frozen=True)
@@ -73,9 +110,10 @@ def _rows(graph: GraphView, terms: str, axis: int) -> np.ndarray:
     return np.arange(math.prod(kept)).reshape(kept)
 
 
-def _divided_later(graph: GraphView, exponential: Operation) -> Operation | None:
-    """exp(scores) as a softmax, where nothing reads them but a product, and that is divided by their own sum."""
-    terms = exponential.value
+def _divided_later(graph: GraphView, terms: str) -> Mapping[str, object] | None:
+    """The `axis` of the softmax that the exponentials `terms` are, and where it is `divided`: where nothing reads them
+    but a product, and that is divided by their own sum.
+    """
     way = _way_to_product(graph, terms)
     if not way or len(graph.users(terms)) != 2 or len(graph.users(way[-1])) != 1:
         return None
@@ -94,8 +132,7 @@ def _divided_later(graph: GraphView, exponential: Operation) -> Operation | None
     whole = (rows == weighed).all()
     if not whole or not np.array_equal(np.broadcast_to(weighed, spread), np.broadcast_to(total.rows, spread)):
         return None
-    attributes = {"axis": total.axis, "divided": division.value}
-    return Operation(terms, "softmax", "softmax", exponential.inputs, attributes)
+    return {"axis": total.axis, "divided": division.value}
 
 
 def _way_to_product(graph: GraphView, terms: str) -> list[str]:

@@ -113,6 +113,10 @@ def operands(
     return Odd(name, expected, parts, run)
 
 
+def over_sum(powers: Tensor) -> Tensor:
+    return powers / powers.sum(-1, keepdim=True)
+
+
 def far(x: Tensor) -> Tensor:
     """A mask of keys that follows the input, [B, 1, 1, N]; some images have none left."""
     return (x[:, :, 0] < 0.4)[:, None, None, :]
@@ -380,6 +384,12 @@ ODD = (
     shared_out("the sum over them", "not a site", lambda s, e: e.sum(-1, keepdim=True) / e),
     shared_out("over their sum, and read again", "no core",
                lambda s, e: e / e.sum(-1, keepdim=True) + e.mean(-1, keepdim=True)),
+    # powers of other numbers are exponentials, too
+    shared_out("powers of two, over their sum", "right", lambda s, e: over_sum(s.exp2())),
+    shared_out("powers of a number, over their sum", "right", lambda s, e: over_sum(3.0**s)),
+    shared_out("powers of less than one, over their sum", "right", lambda s, e: over_sum(0.5**s)),
+    shared_out("powers of a constant, over their sum", "right",
+               lambda s, e: over_sum(torch.pow(torch.full((1,), 2.5), s))),
     # divided by what is their sum, or only looks like it, once they have met the values
     divided_later("values, over the sum", "right", lambda e, v: (e @ v) / e.sum(-1, keepdim=True)),
     divided_later("values, over the sum spread", "right", lambda e, v: (e @ v) / e.sum(-1)[..., None].expand_as(v)),
@@ -398,8 +408,8 @@ ODD = (
                   lambda e, v: (e @ v) / e.sum(-1, keepdim=True) + e.mean(-1, keepdim=True)),
     divided_later("values, over the sum, and added", "not a site",
                   lambda e, v: (mixed := e @ v) / e.sum(-1, keepdim=True) + mixed),
-    shared_out("powers of two, over their sum", "not a site",
-               lambda s, e: (two := s.exp2()) / two.sum(-1, keepdim=True)),
+    shared_out("powers of two, over the sum of powers of e", "not a site",
+               lambda s, e: s.exp2() / e.sum(-1, keepdim=True)),
     divided_later("the sum over values", "not a site", lambda e, v: e.sum(-1, keepdim=True) / (e @ v)),
     Odd("a softmax over half of the keys", "no core", packed, halves),
     Odd("a softmax over the keys of two queries", "not a site", packed, pairs_of_queries),

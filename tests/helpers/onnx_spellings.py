@@ -82,6 +82,19 @@ SPELLINGS = {
   p = Div(e, t)""",
         ),
     ),
+    "powers of two, over their sum": (
+        17,
+        (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(
+            "p = Softmax<axis=-1>(s2)",
+            """two = Constant<value_float=2.0>()
+  bits = Constant<value_float=1.44269504>()
+  d = Mul(s2, bits)
+  e = Pow(two, d)
+  last = Constant<value_ints=[-1]>()
+  t = ReduceSum<keepdims=1>(e, last)
+  p = Div(e, t)""",
+        ),
+    ),
     "softmax by hand, divided after the values": (
         17,
         (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(
