@@ -14,7 +14,7 @@ from attnrewrite.calibration.resume import resume_key
 from attnrewrite.calibration.room import sized
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.images.augment import moved
+from attnrewrite.images.augment import moved, pasted
 from attnrewrite.passes.verify import rewritten_sites
 
 IMAGES = 256  # of a step, as many at a time as there is room for
@@ -159,13 +159,15 @@ def snapshot(student: nn.Module) -> dict[str, Tensor]:
 
 
 def draw(given: StageInput, step: int) -> Tensor:
-    """The images of a step, mirrored and moved: the teacher answers for whatever it is shown."""
+    """The images of a step, mirrored, moved and pasted over: the teacher answers for whatever it is shown. Where images
+    are few, a student that sees them whole alone learns them by heart.
+    """
     generator = torch.Generator().manual_seed(given.execution.seed * 1_000_003 + step)
     pool = given.images
     least = pool.batch_size * given.processes.size if pool.filled else 1  # every process has whole batches
     count = least * max(1, IMAGES // least)
     (images,) = pool.draw(torch.randint(len(pool.images), (count,), generator=generator))
-    return moved(images, generator)
+    return pasted(moved(images, generator), generator)
 
 
 def check_losses(name: str, losses: Mapping[str, Tensor], sites: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Images moved at random: what a student is shown beside the calibration images themselves."""
+"""Images changed at random: what a student is shown beside the calibration images themselves."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -20,6 +20,26 @@ def moved(images: Tensor, generator: torch.Generator) -> Tensor:
     rows, columns = (torch.randint(2 * r + 1, (len(images),), generator=generator).tolist() for r in reach)
     height, width = images.shape[2:]
     return torch.stack([p[:, i : i + height, j : j + width] for p, i, j in zip(padded, rows, columns, strict=True)])
+
+
+def pasted(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Each with a part of another of them over the same place: a rectangle of the image's own form, which covers any
+    share of it, all equally likely (Yun et al. 2019, CutMix, equation 2 with alpha 1).
+    """
+    others = images[torch.randperm(len(images), generator=generator)]
+    sides = torch.rand(len(images), generator=generator).sqrt().tolist()
+    found = images.clone()
+    for image, other, side in zip(found, others, sides, strict=True):
+        rows, columns = (_interval(size, side, generator) for size in image.shape[1:])
+        image[:, rows, columns] = other[:, rows, columns]
+    return found
+
+
+def _interval(size: int, share: float, generator: torch.Generator) -> slice:
+    """So large a `share` of `size` places next to each other, drawn at random."""
+    length = int(size * share)
+    start = int(torch.randint(size - length + 1, (), generator=generator))
+    return slice(start, start + length)
 
 
 def repeated(images: Images, order: np.ndarray) -> Images:

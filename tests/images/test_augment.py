@@ -1,10 +1,10 @@
-"""Images that come again, moved."""
+"""Images that come again, moved, and parts of them over others."""
 
 import numpy as np
 import pytest
 import torch
 
-from attnrewrite.images.augment import repeated
+from attnrewrite.images.augment import pasted, repeated
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.preprocessing import Preprocessing
 
@@ -52,3 +52,23 @@ def test_labels_size_and_digest_follow_and_reading_changes_nothing() -> None:
     again.check(PLAIN, SIZE)
     torch.testing.assert_close(read(images), before, rtol=0, atol=0)
     assert len({again.digest(), images.take(ORDER).digest(), repeated(images, ORDER[::-1]).digest()}) == 3
+
+
+def test_each_has_a_rectangle_of_another_at_the_same_place() -> None:
+    count, height, width = 400, 9, 14
+    images = torch.arange(count * 2 * height * width).reshape(count, 2, height, width).float()
+    found = pasted(images, torch.Generator().manual_seed(3))
+    shares = []
+    for plain, changed in zip(images, found, strict=True):
+        other = (changed != plain).all(0)
+        torch.testing.assert_close(other, (changed != plain).any(0))
+        rows, columns = other.any(1), other.any(0)
+        torch.testing.assert_close(other, rows[:, None] & columns)  # a rectangle, without gaps
+        assert all(int(side.diff().abs().sum()) <= 2 for side in (rows.int(), columns.int()))
+        if other.any():
+            (distance,) = (changed - plain)[:, other].unique().tolist()  # all of it from one image, from where it lies
+            assert distance % (2 * height * width) == 0
+            shares.append(float(other.float().mean()))
+    assert len(shares) > 0.9 * count  # the others' are too small for a pixel
+    assert np.quantile(shares, (0.25, 0.75)) == pytest.approx((0.25, 0.75), abs=0.15)
+    torch.testing.assert_close(found, pasted(images, torch.Generator().manual_seed(3)), rtol=0, atol=0)
