@@ -34,7 +34,8 @@ class Operation:
     `inputs` are the tensor operands. `attributes` by kind:
 
     * softmax: `axis`; `factor`, what its operand is multiplied with (absent: 1); where it gives exponentials alone,
-      whose sum divides their product with the values, that quotient is `divided`. reduce: `axes`. linear: `transposed`. conv: `pointwise`, `depthwise`.
+      whose sum divides their product with the values, that quotient is `divided`. reduce: `axes`.
+      linear: `transposed`. conv: `pointwise`, `depthwise`.
     * map: `scalar` and `position`, a Python number that stands beside the one tensor operand, and on which side; for
       add and sub `alpha`, what the second operand is multiplied with (absent: 1); `random` where equal elements need
       not give equal ones.
