@@ -18,7 +18,7 @@ from attnrewrite.patterns.scores import (
     walk_back,
     walk_forward,
 )
-from attnrewrite.patterns.softmaxes import is_loose
+from attnrewrite.patterns.softmaxes import loose_scores
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,10 @@ def softmax_products(graph: GraphView, anchor: Operation) -> Products | Refusal:
 
 def loose_exponentials(graph: GraphView, operation: Operation) -> Refusal | None:
     """What is wrong with exponentials of scores that weigh values and are no softmax; None where they are no such."""
-    if not is_loose(graph, operation):
+    exponent = loose_scores(graph, operation)
+    if exponent is None:
         return None
-    scores = walk_back(graph, operation.inputs[0])
+    scores = walk_back(graph, exponent)
     if isinstance(scores, NoProduct) or scores.certainty < 2 or not walk_forward(graph, operation.value).products:
         return None
     why = "exponentials of scores weigh values, and are not seen to be divided by their own sum over the keys"

@@ -27,7 +27,7 @@ def softmax_by_hand(graph: GraphView, operation: Operation) -> Operation:
 
     What is taken away from the scores before, most often their largest, is a term like any other.
     """
-    if (exponential := _exponential(graph, operation)) is not None:
+    if (exponential := _unspread(graph, operation)) is not None:
         inner = graph.operation(exponential.operand)
         if inner.name == LOG_SOFTMAX and exponential.factor == 1:
             return Operation(operation.value, "softmax", "softmax", inner.inputs, inner.attributes)
@@ -36,18 +36,20 @@ def softmax_by_hand(graph: GraphView, operation: Operation) -> Operation:
     if (operation.kind, operation.name) != ("map", "div") or len(operation.inputs) != 2:
         return operation
     terms, sums = operation.inputs
-    exponential = _exponential(graph, graph.operation(terms))
+    exponential = _unspread(graph, graph.operation(terms))
     total = None if exponential is None else _sum_of(graph, terms, sums)
     if exponential is None or total is None or not np.array_equal(total.rows, _rows(graph, terms, total.axis)):
         return operation
     return _softmax(operation.value, exponential, {"axis": total.axis})
 
 
-def is_loose(graph: GraphView, operation: Operation) -> bool:
-    """Whether `operation` is an exponential that no softmax is made of."""
-    if _exponential(graph, operation) is None:
-        return False
-    return not any(graph.operation(user).kind == "softmax" for user in _behind_moves(graph, operation.value))
+def loose_scores(graph: GraphView, operation: Operation) -> str | None:
+    """What `operation` is the exponential of, where it is one that no softmax is made of."""
+    exponential = _exponential(graph, operation)
+    if exponential is None:
+        return None
+    used = any(graph.operation(user).kind == "softmax" for user in _behind_moves(graph, operation.value))
+    return None if used else exponential.operand
 
 
 def _exponential(graph: GraphView, operation: Operation) -> _Exponential | None:
@@ -61,6 +63,13 @@ def _exponential(graph: GraphView, operation: Operation) -> _Exponential | None:
         return None
     number = _element(graph, base[0]) if base else _left_number(operation)
     return None if number is None or number <= 0 or number == 1 else _Exponential(exponent, math.log(number))
+
+
+def _unspread(graph: GraphView, operation: Operation) -> _Exponential | None:
+    """`operation`, where it is an exponential of its operand's own shape: a base of more axes spreads it."""
+    found = _exponential(graph, operation)
+    same = found is not None and graph.shape(found.operand) == graph.shape(operation.value)
+    return found if same else None
 
 
 def _element(graph: GraphView, value: str) -> float | None:

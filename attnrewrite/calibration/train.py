@@ -160,7 +160,7 @@ def snapshot(student: nn.Module) -> dict[str, Tensor]:
 
 def draw(given: StageInput, step: int) -> Tensor:
     """The images of a step, mirrored, moved and pasted over: the teacher answers for whatever it is shown. Where images
-    are few, a student that sees them whole alone learns them by heart.
+    are few, a student that sees nothing but them learns them by heart.
     """
     generator = torch.Generator().manual_seed(given.execution.seed * 1_000_003 + step)
     pool = given.images

@@ -390,6 +390,9 @@ ODD = (
     shared_out("powers of less than one, over their sum", "right", lambda s, e: over_sum(0.5**s)),
     shared_out("powers of a constant, over their sum", "right",
                lambda s, e: over_sum(torch.pow(torch.full((1,), 2.5), s))),
+    shared_out("powers of a constant, alone", "not a site", lambda s, e: torch.pow(torch.full((1,), 2.5), s)),
+    shared_out("powers of a constant of more axes, over their sum", "not a site",
+               lambda s, e: over_sum(torch.pow(torch.full((1, 1, 1, 1, 1), 2.5), s))[0]),
     # divided by what is their sum, or only looks like it, once they have met the values
     divided_later("values, over the sum", "right", lambda e, v: (e @ v) / e.sum(-1, keepdim=True)),
     divided_later("values, over the sum spread", "right", lambda e, v: (e @ v) / e.sum(-1)[..., None].expand_as(v)),
