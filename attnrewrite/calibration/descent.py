@@ -116,9 +116,9 @@ def output(site: SiteModule, sample: Sample) -> Tensor:
     return F.linear(joined, site.output.weight, site.output.bias) if isinstance(site.output, ProjectedWrite) else joined
 
 
-def search(site: SiteModule, samples: Iterable[Sample], images: int) -> str | None:
+def search(site: SiteModule, samples: Iterable[Sample], images: int, copies: int = 0) -> str | None:
     """Change the weights of the site's form and projections so that it gives what is wanted, by Adam on `samples`,
-    which are of so many `images` in all; the output projection, which has a closed form, stays.
+    which are of so many `images` and `copies` of them; the output projection, which has a closed form, stays.
 
     Where that is no closer on the last of them, which are kept apart, all is left as it was, and the reason returned:
     TOO_FEW or NO_CLOSER. The result does not depend on how the samples come in batches.
@@ -126,18 +126,19 @@ def search(site: SiteModule, samples: Iterable[Sample], images: int) -> str | No
     if not searched(site):
         return None
     stream = _Stream(samples)
-    tokens, count = stream.batch.tokens, images * stream.batch.per_image
-    checked = min(max(1, count // CHECKED_SHARE), max(1, CHECKED_TOKENS // tokens))
-    fitted = count - checked
-    if fitted * tokens <= FEW_TOKENS:
+    tokens, rows = stream.batch.tokens, stream.batch.per_image
+    checked = min(max(1, images * rows // CHECKED_SHARE), max(1, CHECKED_TOKENS // tokens))
+    own = images * rows - checked
+    if own * tokens <= FEW_TOKENS:
         return TOO_FEW
+    fitted = own + copies * rows
     size, held = (max(1, most // tokens) for most in (TOKENS_AT_ONCE, TOKENS_HELD))
     groups = [min(held, fitted - start) for start in range(0, fitted, held)]
-    steps = [math.ceil(_times(images, fitted * tokens) * group / size) for group in groups]
+    steps = [math.ceil(_times(images, own * tokens) * group / size) for group in groups]
     before, found = (copy.deepcopy(site).to(wide(stream.batch.wanted).dtype) for _ in range(2))
     descent = _Descent(found, Schedule(sum(steps), 1.0), size)
-    for group, own in zip(groups, steps, strict=True):
-        descent.through(stream.take(group), own)
+    for group, some in zip(groups, steps, strict=True):
+        descent.through(stream.take(group), some)
     check = stream.take(checked)
     errors = [_error(each, check, size) for each in (before, found)]
     if errors[0] and not errors[1] < errors[0]:

@@ -19,7 +19,7 @@ from attnrewrite.calibration.points import Point, Undo, fit_points
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.segments import Segments, Values, rewritten_site, site_heads
 from attnrewrite.calibration.stage import StageInput, distance
-from attnrewrite.calibration.workplace import Workplace
+from attnrewrite.calibration.workplace import Workplace, most_tokens
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.passes.site_module import SiteModule, Write, read
 from attnrewrite.resources import give_back
@@ -28,6 +28,9 @@ from attnrewrite.variants.parts.ridge import LeastSquares
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 REFINED_TOKENS = 65_536  # of a site, that its form's own constants are refined with
+ENOUGH_TOKENS = 327_680  # of a site: pictures that have fewer in all come several times, changed,
+MOST_TIMES = 5  # but no more often; and where there are
+FEW_IMAGES = 300  # or fewer, once
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,15 @@ class Fit:
     The ridge is relative to each column's energy (`ridge`, where there are too few images to choose); else one image in
     five chooses it, or no change at all. Statistics are float64; memory is one batch and them, and the result
     the same, to rounding, whatever the batches are.
+    Where many pictures have few tokens in all, each comes as often as ENOUGH_TOKENS and `times` allow: as it is, then
+    moved and with a part of another pasted over it.
     Where all points together end worse on the held-out images than nothing would have, the last ones are taken back
     until they do not.
     """
 
     forms: bool = True
     ridge: float = 1e-2
+    times: int = MOST_TIMES
     name: str = "fit"
 
     def run(self, given: StageInput) -> tuple[str, ...]:
@@ -55,7 +61,7 @@ class Fit:
         points = fit_points(student)
         undo: list[Undo] = []
         unsearched: dict[str, list[str]] = {}
-        work = Workplace.of(self.name, given, points)
+        work = Workplace.of(self.name, given, points, times=self._times(given, points))
         passed = 0  # the position behind the last point's stream
         with work.opened() as (teacher, own, weights):
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
@@ -74,6 +80,13 @@ class Fit:
         taken_back = ", ".join(point.name for point in points[kept:])
         return (*notes, f"taken back, as the fit there made the output worse: {taken_back}")
 
+    def _times(self, given: StageInput, points: Sequence[Point]) -> int:
+        """How often each image is fitted to."""
+        images, tokens = len(given.images.images), most_tokens(given.student, points)
+        if images <= FEW_IMAGES or not tokens or not given.images.pictures:
+            return 1
+        return min(max(1, ENOUGH_TOKENS // (images * tokens)), self.times)
+
     def fit_point(
         self, point: Point, following: Point | None, teacher: Segments, student: Segments, weights: Importance
     ) -> str | None:
@@ -90,7 +103,8 @@ class Fit:
             give_back()
             if self.forms and point.site is not None:
                 samples = _samples(point, teacher, student, weights)
-                why = descent.search(point.site, samples, len(student.images.images))
+                copies = student.images.copies
+                why = descent.search(point.site, samples, len(student.images.images) - copies, copies)
             if point.branch is not None:
                 point.branch.change(self.residual_fit(point.branch, teacher, student, weights))
         except torch.linalg.LinAlgError as error:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
-import numpy as np
 from torch.fx import GraphModule
 
 from attnrewrite.calibration import descent
@@ -50,7 +49,8 @@ class Workplace:
         times: int = 1,
     ) -> "Workplace":
         """For `what` fits `points` with so many `streams` of every image's activations, and differentiates the network
-        in `draws` directions for each image. Each image comes so many `times`, moved but for the first.
+        in `draws` directions for each image. Each image comes so many `times`, changed but for the first; those that
+        choose come once.
 
         `ends` are the names of the nodes between which it trains the network. None: what each token counts is all that
         it differentiates for, at once or in a few pieces where there is room for that.
@@ -99,17 +99,16 @@ class Workplace:
 
 
 def _divided(images: Pool, times: int) -> Pool:
-    """The images that are fitted to, then those that choose among ridges: each so many `times`."""
-    count = len(images.images)
-    chosen = count // CHOOSING_SHARE
-    fitted = count - chosen
-    if images.filled:  # whole batches: what fills one up would be fitted to and chosen by
-        fitted -= fitted % images.batch_size
-    pool = replace(images, parts=(fitted,) if chosen >= LEAST_CHOOSING and fitted else ())
-    if times == 1:
-        return pool
-    order = np.concatenate([np.tile(part, times) for part in np.split(np.arange(count), pool.parts)])
-    return replace(pool, images=repeated(pool.images, order), parts=tuple(part * times for part in pool.parts))
+    """The images that are fitted to, each so many `times`, then those that choose among ridges."""
+    fitted = count = len(images.images)
+    if count // CHOOSING_SHARE >= LEAST_CHOOSING:
+        fitted -= count // CHOOSING_SHARE
+        if images.filled:  # whole batches: what fills one up would be fitted to and chosen by
+            fitted -= fitted % images.batch_size
+    copies = fitted * (times - 1)
+    parts = (fitted + copies,) if 0 < fitted < count else ()
+    together = repeated(images.images, fitted, times) if copies else images.images
+    return replace(images, images=together, parts=parts, copies=copies)
 
 
 def _widest(student: GraphModule, points: Sequence[Point]) -> int:
@@ -118,11 +117,20 @@ def _widest(student: GraphModule, points: Sequence[Point]) -> int:
     return max((cuts.live_bytes(at) for at in cuts.between(point.node for point in points)), default=0)
 
 
+def most_tokens(student: GraphModule, points: Sequence[Point]) -> int:
+    """The most tokens of an image that a site among the points has, or a few more; 0, where there is none."""
+    return max((_widest(student, points) // (4 * width) for width in _widths(points)), default=0)
+
+
+def _widths(points: Sequence[Point]) -> list[int]:
+    """The channels that the sites give."""
+    return [point.branch.weight.shape[1] for point in points if point.branch is not None and point.site is not None]
+
+
 def _held_bytes(points: Sequence[Point], stream: int, images: int) -> int:
     """What puts points back, and the most that solving for a map holds, or a search at a site; all activations are
     `stream` bytes.
     """
     solving = [point.branch.solver_bytes for point in points if point.branch is not None]
-    widths = [point.branch.weight.shape[1] for point in points if point.branch is not None and point.site is not None]
-    searching = [descent.held_bytes(width, stream // (4 * width), images) for width in widths]
+    searching = [descent.held_bytes(width, stream // (4 * width), images) for width in _widths(points)]
     return sum(point.saved_bytes for point in points) + max(*solving, *searching, 0, 0)

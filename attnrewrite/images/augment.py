@@ -27,6 +27,10 @@ def pasted(images: Tensor, generator: torch.Generator) -> Tensor:
     share of it, all equally likely (Yun et al. 2019, CutMix, equation 2 with alpha 1).
     """
     others = images[torch.randperm(len(images), generator=generator)]
+    return _pasted(images, others, generator)
+
+
+def _pasted(images: Tensor, others: Tensor, generator: torch.Generator) -> Tensor:
     sides = torch.rand(len(images), generator=generator).sqrt().tolist()
     found = images.clone()
     for image, other, side in zip(found, others, sides, strict=True):
@@ -42,24 +46,29 @@ def _interval(size: int, share: float, generator: torch.Generator) -> slice:
     return slice(start, start + length)
 
 
-def repeated(images: Images, order: np.ndarray) -> Images:
-    """The images at `order` [n], each as it is where it comes first and moved wherever it comes again, otherwise each
-    time. Nothing is read or copied until it is asked for.
+def repeated(images: Images, count: int, times: int) -> Images:
+    """The first `count` images so many `times`, then the others: as they are, and every further time moved and each
+    with a part of another of the first over it, otherwise each time. Nothing is read or copied until it is asked for.
     """
-    times = np.zeros(len(images), np.int64)
-    draws = np.empty(len(order), np.int64)
-    for place, number in enumerate(order):
-        draws[place] = times[number] * len(images) + number if times[number] else 0
-        times[number] += 1
-    return replace(images, x=Moved(images.x, order, draws), y=None if images.y is None else images.y[order])
+    first, total = np.arange(count), len(images)
+    others = [np.random.default_rng(time).permutation(count) for time in range(1, times)]
+    draws = [first + time * total for time in range(1, times)]
+    rest = np.arange(count, total)
+    order = np.concatenate([*times * [first], rest])
+    over = np.concatenate([first, *others, rest])
+    varied = Varied(images.x, order, over, np.concatenate([0 * first, *draws, 0 * rest]))
+    return replace(images, x=varied, y=None if images.y is None else images.y[order])
 
 
 @dataclass(frozen=True)
-class Moved:
-    """The images of `pixels` at `chosen` [n], moved as the seeds `draws` [n] have it; as they are, where that is 0."""
+class Varied:
+    """The images of `pixels` at `chosen` [n]: as they are where `draws` [n] is 0, else moved and with a part of the one
+    at `others` [n] over them, as that seed has it.
+    """
 
     pixels: Pixels
     chosen: np.ndarray
+    others: np.ndarray
     draws: np.ndarray
 
     def __len__(self) -> int:
@@ -69,23 +78,31 @@ class Moved:
     def size(self) -> Size | None:
         return self.pixels.size
 
-    def __getitem__(self, indices: np.ndarray) -> "Moved":
-        return Moved(self.pixels, self.chosen[indices], self.draws[indices])
+    def __getitem__(self, indices: np.ndarray) -> "Varied":
+        return Varied(self.pixels, self.chosen[indices], self.others[indices], self.draws[indices])
 
     def digest(self) -> str:
-        how = self.chosen.tobytes() + self.draws.tobytes()
+        how = self.chosen.tobytes() + self.others.tobytes() + self.draws.tobytes()
         return hashlib.blake2b(self.pixels.digest().encode() + how, digest_size=16).hexdigest()
 
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         self.pixels.check(preprocessing, size)
 
-    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "tuple[Moved, np.ndarray]":
-        pixels, whole = self.pixels[self.chosen].decoded(preprocessing, size)
-        return Moved(pixels, np.arange(len(whole)), self.draws[whole]), whole
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "tuple[Varied, np.ndarray]":
+        pixels, whole = self.pixels.decoded(preprocessing, size)
+        places = np.full(len(self.pixels), -1)
+        places[whole] = np.arange(len(whole))
+        chosen, others = places[self.chosen], places[self.others]
+        left = np.flatnonzero((chosen >= 0) & (others >= 0))
+        return Varied(pixels, chosen[left], others[left], self.draws[left]), left
 
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
         images = self.pixels[self.chosen].read(preprocessing, size)
-        for number in self.draws.nonzero()[0]:
-            generator = torch.Generator().manual_seed(int(self.draws[number]))
-            images[number] = moved(images[number : number + 1], generator)[0]
+        changed = self.draws.nonzero()[0]
+        if len(changed):
+            others = self.pixels[self.others[changed]].read(preprocessing, size)
+            for number, other in zip(changed, others, strict=True):
+                generator = torch.Generator().manual_seed(int(self.draws[number]))
+                own = moved(images[number : number + 1], generator)
+                images[number] = _pasted(own, other[None], generator)[0]
         return images

@@ -20,6 +20,7 @@ from attnrewrite.images.preprocessing import Preprocessing, Size
 class Pool:
     """Images as the model's inputs, in batches of `batch_size`. The last batch is shorter, or `filled` up from the
     first images, for a model that takes one batch size only. No batch reaches over the number of an image in `parts`.
+    So many of the images are `copies` of others among them, changed.
     """
 
     images: Images
@@ -28,6 +29,7 @@ class Pool:
     batch_size: int
     filled: bool = False
     parts: tuple[int, ...] = ()
+    copies: int = 0
 
     def __len__(self) -> int:
         """How many batches there are."""
@@ -48,6 +50,11 @@ class Pool:
         start, stop = self.bounds[index]
         return self.batch_size if self.filled else stop - start
 
+    @property
+    def pictures(self) -> bool:
+        """Whether they can be moved and pasted over each other."""
+        return not isinstance(self.images.x, MultipleInputs)
+
     @cached_property
     def digest(self) -> str:
         """A hash of the images, their labels and order, and of how they are read. Batches change nothing."""
@@ -56,7 +63,7 @@ class Pool:
 
     def take(self, indices: np.ndarray) -> "Pool":
         """The images at `indices` [n] alone, in that order."""
-        return replace(self, images=self.images.take(indices), parts=())
+        return replace(self, images=self.images.take(indices), parts=(), copies=0)
 
     def batch(self, index: int) -> tuple[Tensor, ...]:
         """The inputs of batch `index`: float32 [batch_size, C, H, W], of a model that takes pictures."""

@@ -106,17 +106,18 @@ def test_too_few_tokens_to_check_with_are_not_searched_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "enough", "times"),
+    ("images", "copies", "enough", "times"),
     [
-        (300, 10**9, 1.0),
-        (600, 10**9, 4.0),
-        (3_000, 10**9, descent.MOST_TIMES),
-        (3_000, 36 * 3_000 * 5, 5 / (1 - 1 / descent.CHECKED_SHARE)),  # the others have the whole of it
-        (3_000, 36, descent.LEAST_TIMES),
+        (300, 0, 10**9, 1.0),
+        (600, 0, 10**9, 4.0),
+        (600, 1_200, 10**9, 4.0),  # no more than if there were no copies
+        (3_000, 0, 10**9, descent.MOST_TIMES),
+        (3_000, 0, 36 * 3_000 * 5, 5 / (1 - 1 / descent.CHECKED_SHARE)),  # the others have the whole of it
+        (3_000, 0, 36, descent.LEAST_TIMES),
     ],
 )
 def test_images_are_seen_as_often_as_they_are_many_and_a_search_may_cost(
-    images: int, enough: int, times: float, monkeypatch: pytest.MonkeyPatch
+    images: int, copies: int, enough: int, times: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site, teacher = first_site()
     given: list[tuple[int, int]] = []
@@ -125,8 +126,8 @@ def test_images_are_seen_as_often_as_they_are_many_and_a_search_may_cost(
     monkeypatch.setattr(descent, "TOKENS_HELD", 36 * 1_000)
     monkeypatch.setattr(descent._Descent, "through", lambda _, own, steps: given.append((len(own.wanted), steps)))
     repeated = (sample for _ in range(4) for sample in samples(site, teacher))
-    search(site, repeated, images)
-    fitted, at_once = images - images // descent.CHECKED_SHARE, descent.TOKENS_AT_ONCE // 36
+    search(site, repeated, images, copies)
+    fitted, at_once = images - images // descent.CHECKED_SHARE + copies, descent.TOKENS_AT_ONCE // 36
     groups = [min(1_000, fitted - start) for start in range(0, fitted, 1_000)]
     assert given == [(group, math.ceil(times * group / at_once - 1e-9)) for group in groups]
 

@@ -9,7 +9,7 @@ import torch
 from fits import KINDS, WIDTH, Attention, calibration, pictures
 from torch import Tensor, nn
 
-from attnrewrite.calibration import fit
+from attnrewrite.calibration import descent, fit
 from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.descent import NO_CLOSER
 from attnrewrite.calibration.fit import Fit, _back_off, teacher_heads
@@ -18,6 +18,8 @@ from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.stages import Copy, calibrate, run, split
 from attnrewrite.errors import CheckFailedError
+from attnrewrite.images.dataset import Images
+from attnrewrite.images.multiple_inputs import MultipleInputs
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.request import Execution
@@ -55,6 +57,36 @@ def test_the_fit_brings_every_form_closer(kind: str, variant: str) -> None:
     assert before.kl is not None
     assert report.kl_after < 0.7 * before.kl
     assert all(note.startswith(NO_CLOSER) for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("images", "enough", "expected"),
+    [
+        (fit.FEW_IMAGES, 10**9, 1),
+        (fit.FEW_IMAGES + 1, 10**9, fit.MOST_TIMES),
+        (400, 400 * 36 * 2, 2),
+        (400, 400 * 36 * 2 - 1, 1),
+        (400, 36, 1),
+    ],
+)
+def test_many_pictures_of_few_tokens_are_fitted_to_several_times(
+    images: int, enough: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "ENOUGH_TOKENS", enough)
+    given = calibration("pre-norm", get_variant("l1"))
+    given = replace(given, images=Pool(pictures(images), None, (3, 12, 12), 16))
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(descent, "search", lambda _, samples, *counts: seen.append(counts))
+    Fit().run(given)
+    Fit(times=1).run(given)
+    assert seen == [*2 * [(images, (expected - 1) * (images - images // 5))], *2 * [(images, 0)]]
+
+
+def test_what_is_no_picture_is_fitted_to_once() -> None:
+    given = calibration("pre-norm", get_variant("l1"))
+    inputs = Images(MultipleInputs((torch.zeros(400, 3, 12, 12),)))
+    given = replace(given, images=replace(given.images, images=inputs))
+    assert Fit()._times(given, fit_points(given.student)) == 1
 
 
 @pytest.mark.parametrize("size", [1, 4, 64])
