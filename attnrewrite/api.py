@@ -22,10 +22,10 @@ from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.examples import one_image
 from attnrewrite.frontends.sources import Source, examine_onnx, load_source
 from attnrewrite.images.dataset import Images, Inputs, load_images
-from attnrewrite.images.preprocessing import Size
 from attnrewrite.outputs import staged, write_file
 from attnrewrite.pages.comparison import comparison_page, comparison_table
 from attnrewrite.passes.original import require_numbers
+from attnrewrite.patterns.answers import are_logits
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import scan
@@ -152,10 +152,11 @@ def evaluate(
     if reference is not None:
         modules = {f"{reference.name} (original)": any_batch(_sound(reference)), **modules}
     first = next(iter(modules)) if reference is not None else None
-    return evaluate_modules(
+    found = evaluate_modules(
         modules, images, loaded.preprocessing, input_size=loaded.input_size, reference=first,
         batch_size=most, progress=progress,
     )  # fmt: skip
+    return found if first is None or _says_classes(loaded, images) else _without_agreement(found)
 
 
 def lower(
@@ -230,7 +231,7 @@ def lower(
             made = chosen.lower(loaded.name, module, inputs, folder, threads=count)
             made = replace(made, preprocessing=preprocessing)
             measured = {} if images is None else _measured(
-                module, chosen.answers(made, module, inputs), made, images, loaded.input_size, progress
+                loaded, module, chosen.answers(made, module, inputs), made, images, progress
             )  # fmt: skip
             notes = (*made.notes, *filter(None, [chosen.answers_note if measured else ""]))
             artifact = recorded(replace(made, measured=measured, notes=notes), folder)
@@ -253,19 +254,45 @@ def _laid_out(package: Path, target: Target, out: str | Path, force: bool, data:
 
 
 def _measured(
+    loaded: Source,
     module: nn.Module,
     answers: Callable[[Tensor], Tensor],
     artifact: Artifact,
     images: Images,
-    size: Size,
     progress: Progress | None,
 ) -> dict[str, dict[str, Any]]:
     """How the model and the artifact made of it do on images, one by one, and how often they agree."""
     modules: dict[str, Callable[[Tensor], Any]] = {"model": module, "artifact": answers}
     found = evaluate_modules(
-        modules, images, artifact.preprocessing, input_size=size, reference="model", batch_size=1, progress=progress
-    )
+        modules, images, artifact.preprocessing, input_size=loaded.input_size, reference="model", batch_size=1,
+        progress=progress,
+    )  # fmt: skip
+    found = found if _says_classes(loaded, images) else _without_agreement(found)
     return {name: asdict(each) for name, each in found.items()}
+
+
+def _says_classes(loaded: Source, images: Images) -> bool:
+    """Whether the largest element of the model's output is a class: the images have labels, or it gives logits. True,
+    too, where it cannot be captured.
+    """
+    if images.y is not None:
+        return True
+    try:
+        captured = capture(loaded.name, loaded.model or loaded.program, loaded.example_inputs)  # type: ignore[arg-type]
+    except InputError:
+        return True
+    graph = FxGraph(captured.module)
+    if are_logits(graph, graph.answer):
+        return True
+    logging.getLogger("attnrewrite").warning(
+        "no agreement: the output of %s is taken for an embedding, as no linear map with a bias gives it; give images "
+        "with labels if it is a classifier", loaded.name
+    )  # fmt: skip
+    return False
+
+
+def _without_agreement(found: Mapping[str, records.Evaluation]) -> dict[str, records.Evaluation]:
+    return {name: replace(each, agreement=None) for name, each in found.items()}
 
 
 class Comparison(records.Comparison):
@@ -325,6 +352,8 @@ def compare(
         inputs = _one_call(loaded, module)
         compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free)
     images = None if data is None else load_images(data)
+    if images is not None and len(compared) > 1 and not _says_classes(loaded, images):
+        images = None  # nothing is known of the models' classes
     options = {"cpu": cpu, "precision": precision, "rpc": rpc, "rpc_timeout": rpc_timeout, "device": device}
     options |= {"development_team": development_team, "device_timeout": device_timeout}
     found = compare_models(

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Distillation:
         student = given.student
         streams = {point.stream.name: point.name for point in fit_points(student)}
         teacher, own = with_values(given.teacher, streams), with_values(student, streams)
-        energy = variance(given.wanted)
+        loss = logit_loss if given.classifies else partial(relative_loss, energy=variance(given.wanted))
 
         def losses(images: Tensor) -> dict[str, Tensor]:
             with torch.no_grad():
@@ -42,7 +43,7 @@ class Distillation:
             shares = {
                 name: loss * (self.features / len(streams)) for name, loss in zip(streams.values(), near, strict=True)
             }
-            return {**shares, "the output": output_loss(first_tensor(found), first_tensor(wanted), energy)}
+            return {**shares, "the output": loss(first_tensor(found), first_tensor(wanted))}
 
         best = train(self.name, given, losses, Schedule(self.steps, self.rate), self.every)
         student.load_state_dict(best.tensors)
@@ -66,18 +67,18 @@ def relative_squared_error(found: Tensor, wanted: Tensor) -> Tensor:
     return ((found - wanted).square().sum(1) / energy).mean()
 
 
-def output_loss(found: Tensor, wanted: Tensor, energy: float) -> Tensor:
-    """How far the student's output `found` is from the teacher's, `wanted`.
-
-    Of logits [images, classes], half the mean squared difference, each image's less their mean: what T^2 KL(wanted ||
+def logit_loss(found: Tensor, wanted: Tensor) -> Tensor:
+    """Half the mean squared difference of logits [images, classes], each image's less their mean: what T^2 KL(wanted ||
     found) comes to as the temperature T grows (Hinton et al. 2015, section 2.1; Kim et al. 2021). At T = 1 images that
-    both are sure of, as of those that the teacher was trained on, would hardly count. Of any other output, the mean
-    squared difference over the `energy` of its values.
+    both are sure of, as of those that the teacher was trained on, would hardly count.
     """
     error = found - wanted
-    if wanted.dim() != 2 or wanted.shape[1] < 2:
-        return error.square().mean() / energy
     return (error - error.mean(1, keepdim=True)).square().mean() / 2
+
+
+def relative_loss(found: Tensor, wanted: Tensor, energy: float) -> Tensor:
+    """The mean squared difference of any other output over the `energy` of its values."""
+    return (found - wanted).square().mean() / energy
 
 
 def variance(values: Tensor) -> float:

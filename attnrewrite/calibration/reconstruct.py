@@ -57,7 +57,9 @@ class Reconstruction:
         ends = [branch.node.name for window in windows for branch in list(window.ends.values())[-1:]]
         seen = self.steps * given.images.batch_size / len(given.images.images)
         times = max(1, round(seen / SEEN))
-        work = Workplace.of(self.name, given, points, ends=ends, draws=FINE_DRAWS, times=times)
+        work = Workplace.of(
+            self.name, given, points, ends=ends, draws=FINE_DRAWS, times=times, choosing_times=times
+        )  # fmt: skip
         key = training_key(given, self)
         found = checkpoint(given, self.name, key) or {"windows": 0, "student": tensors}
         student.load_state_dict(found["student"])

@@ -16,6 +16,8 @@ from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.resume import State
 from attnrewrite.calibration.room import sized
 from attnrewrite.images.pool import Pool
+from attnrewrite.patterns.answers import are_logits
+from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.request import Execution
 
 
@@ -40,6 +42,12 @@ class StageInput:
     def wanted(self) -> Tensor:
         """The original's output on the held-out images, float64 [images, ...]."""
         return self.measuring.outputs(self.original, self.processes.device)
+
+    @cached_property
+    def classifies(self) -> bool:
+        """Whether the original's output is logits [images, classes]."""
+        graph = FxGraph(self.original)
+        return self.wanted.dim() == 2 and self.wanted.shape[1] > 1 and are_logits(graph, graph.answer)
 
     @cached_property
     def measuring(self) -> Pool:
@@ -78,7 +86,7 @@ class Distance:
     """How far the student's output is from the original's on the held-out images.
 
     `error` is the squared difference over the original's energy around its mean. `kl` (nats an image) and `agreement`
-    (percent of images with the same highest logit) are None where the output is not [images, classes].
+    (percent of images with the same highest logit) are None where the output is no logits.
     """
 
     error: float
@@ -121,7 +129,7 @@ def distance(given: StageInput) -> Distance:
     found = given.measuring.outputs(given.student, given.processes.device)
     energy = (wanted - wanted.mean(0)).square().sum().clamp(min=torch.finfo(torch.float32).tiny)
     error = float((found - wanted).square().sum() / energy)
-    if wanted.dim() != 2 or wanted.shape[1] < 2:
+    if not given.classifies:
         return Distance(error, None, None)
     agreement = 100 * float((wanted.argmax(1) == found.argmax(1)).double().mean())
     return Distance(error, divergence(wanted, found), agreement)

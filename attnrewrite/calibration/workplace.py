@@ -47,10 +47,11 @@ class Workplace:
         ends: Collection[str] | None = None,
         draws: int = DRAWS,
         times: int = 1,
+        choosing_times: int = 1,
     ) -> "Workplace":
         """For `what` fits `points` with so many `streams` of every image's activations, and differentiates the network
-        in `draws` directions for each image. Each image comes so many `times`, changed but for the first; those that
-        choose come once.
+        in `draws` directions for each image. Each image comes so many `times`, those that choose so many
+        `choosing_times`, changed but for the first.
 
         `ends` are the names of the nodes between which it trains the network. None: what each token counts is all that
         it differentiates for, at once or in a few pieces where there is room for that.
@@ -58,7 +59,7 @@ class Workplace:
         Raises:
             InputError: memory has no room for one image, or the disk none for all of them.
         """
-        pool, device = _divided(given.images, times), given.processes.device
+        pool, device = _divided(given.images, times, choosing_times), given.processes.device
         stream = len(pool.images) * _widest(given.student, points)
         mine = streams * stream // given.processes.size
         on_disk = mine > room(given.execution, device) // 2
@@ -98,17 +99,17 @@ class Workplace:
             yield teacher, student, weights
 
 
-def _divided(images: Pool, times: int) -> Pool:
-    """The images that are fitted to, each so many `times`, then those that choose among ridges."""
+def _divided(images: Pool, times: int, choosing_times: int) -> Pool:
+    """The images that are fitted to, then those that choose among ridges: each so many times."""
     fitted = count = len(images.images)
     if count // CHOOSING_SHARE >= LEAST_CHOOSING:
         fitted -= count // CHOOSING_SHARE
         if images.filled:  # whole batches: what fills one up would be fitted to and chosen by
             fitted -= fitted % images.batch_size
-    copies = fitted * (times - 1)
-    parts = (fitted + copies,) if 0 < fitted < count else ()
-    together = repeated(images.images, fitted, times) if copies else images.images
-    return replace(images, images=together, parts=parts, copies=copies)
+    parts = [(fitted, times), (count - fitted, choosing_times)] if fitted else [(count, times)]
+    together = images.images if times == choosing_times == 1 else repeated(images.images, parts)
+    edges = (fitted * times,) if 0 < fitted < count else ()
+    return replace(images, images=together, parts=edges, copies=len(together) - count)
 
 
 def _widest(student: GraphModule, points: Sequence[Point]) -> int:

@@ -1,6 +1,7 @@
 """Images changed at random: what a student is shown beside the calibration images themselves."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,17 +47,21 @@ def _interval(size: int, share: float, generator: torch.Generator) -> slice:
     return slice(start, start + length)
 
 
-def repeated(images: Images, count: int, times: int) -> Images:
-    """The first `count` images so many `times`, then the others: as they are, and every further time moved and each
-    with a part of another of the first over it, otherwise each time. Nothing is read or copied until it is asked for.
+def repeated(images: Images, parts: Sequence[tuple[int, int]]) -> Images:
+    """Part by part, of which each is so many images, so many times: as they are, and every further time moved and each
+    with a part of another of them over it, otherwise each time. Nothing is read or copied until it is asked for.
     """
-    first, total = np.arange(count), len(images)
-    others = [np.random.default_rng(time).permutation(count) for time in range(1, times)]
-    draws = [first + time * total for time in range(1, times)]
-    rest = np.arange(count, total)
-    order = np.concatenate([*times * [first], rest])
-    over = np.concatenate([first, *others, rest])
-    varied = Varied(images.x, order, over, np.concatenate([0 * first, *draws, 0 * rest]))
+    chosen, others, draws = [], [], []
+    first = 0
+    for count, times in parts:
+        numbers = np.arange(first, first + count)
+        first += count
+        for time in range(times):
+            chosen.append(numbers)
+            others.append(np.random.default_rng(time).permutation(numbers) if time else numbers)
+            draws.append(numbers + time * len(images) if time else 0 * numbers)
+    order = np.concatenate(chosen)
+    varied = Varied(images.x, order, np.concatenate(others), np.concatenate(draws))
     return replace(images, x=varied, y=None if images.y is None else images.y[order])
 
 

@@ -17,6 +17,8 @@ from attnrewrite.errors import InputError
 from attnrewrite.evaluation.accuracy import check_classes
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.verify import rewritten_sites
+from attnrewrite.patterns.answers import are_logits
+from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Execution
 from attnrewrite.selection.costs import Costs, Timer, estimated, measured, priced, timer_of
@@ -57,7 +59,13 @@ class Measurements:
                 f"--variant auto measures how often the class changes, and the output of {self.extraction.name} is "
                 f"{list(logits.shape)}: it needs a classifier, [images, classes]; choose a variant by name"
             )
-        labels = self.images.images.y
+        labels, graph = self.images.images.y, FxGraph(self.extraction.original)
+        if labels is None and not are_logits(graph, graph.answer):
+            raise InputError(
+                f"--variant auto measures how often the class changes, and the output of {self.extraction.name}, "
+                f"{list(logits.shape)}, is taken for an embedding, as no linear map with a bias gives it: choose a "
+                "variant by name, or give images with labels if it is a classifier"
+            )
         check_classes(
             self.extraction.name, logits, None if labels is None else torch.from_numpy(labels), self.images.images
         )

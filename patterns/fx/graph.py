@@ -38,6 +38,12 @@ class FxGraph:
     def values(self) -> tuple[str, ...]:
         return tuple(name for name, node in self._nodes.items() if isinstance(node.meta.get("val"), Tensor))
 
+    @cached_property
+    def answer(self) -> str:
+        """The first tensor that the graph gives: the logits, of a classifier."""
+        (output,) = (node for node in self._nodes.values() if node.op == "output")
+        return next(node.name for node in output.all_input_nodes if isinstance(node.meta.get("val"), Tensor))
+
     def node(self, value: str) -> Node:
         return self._nodes[value]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from fits import calibration
 from torch import Tensor
 
-from attnrewrite.calibration.distill import Distillation, output_loss, with_values
+from attnrewrite.calibration.distill import Distillation, logit_loss, relative_loss, with_values
 from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.reconstruct import Reconstruction
 from attnrewrite.calibration.resume import State, resume_key
@@ -96,13 +96,13 @@ def test_logits_are_held_to_the_divergence_at_a_high_temperature() -> None:
     temperature = 1e4  # what is left of it is of the order of its inverse
     own, teachers = (found / temperature).log_softmax(1), (wanted / temperature).log_softmax(1)
     divergence = F.kl_div(own, teachers, reduction="batchmean", log_target=True) * temperature**2
-    torch.testing.assert_close(output_loss(found, wanted, 1.0), divergence, rtol=1e-3, atol=0)
-    torch.testing.assert_close(output_loss(found + 3, wanted, 1.0), output_loss(found, wanted, 1.0))
+    torch.testing.assert_close(logit_loss(found, wanted), divergence, rtol=1e-3, atol=0)
+    torch.testing.assert_close(logit_loss(found + 3, wanted), logit_loss(found, wanted))
 
 
 def test_an_output_that_is_no_logits_is_held_to_its_values() -> None:
     found, wanted = torch.randn(2, 7, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(output_loss(found, wanted, 2.0), F.mse_loss(found, wanted) / 2)
+    torch.testing.assert_close(relative_loss(found, wanted, energy=2.0), F.mse_loss(found, wanted) / 2)
 
 
 def test_the_values_beside_the_output_are_the_graphs_own() -> None:

@@ -1,0 +1,53 @@
+"""A model whose output is an embedding: no class to agree on, so that nothing says how often."""
+
+import pytest
+import torch
+from fits import Model, pictures
+from torch import nn
+
+import attnrewrite
+from attnrewrite.errors import InputError
+from attnrewrite.images.dataset import Images
+
+EXAMPLE = (torch.zeros(1, 3, 12, 12),)
+LABELLED = Images(pictures(8).x, torch.arange(8).numpy() % 5)
+
+
+def embedding() -> nn.Module:
+    model = Model("pre-norm")
+    model.head = nn.LayerNorm(8)  # type: ignore[assignment]
+    return model
+
+
+def test_an_embedding_is_brought_closer_by_its_values_and_no_agreement_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = attnrewrite.convert(embedding(), EXAMPLE, variant="l1", calibration=pictures(48), steps=2)
+    copied, fitted, *_, distilled = made.report["calibration"]["stages"]
+    assert "the output [images, 8] is taken for an embedding" in copied["notes"][0]
+    assert fitted["error_after"] < copied["error_after"]
+    assert distilled["error_after"] <= fitted["error_after"]
+    figures = [each[name] for each in made.report["calibration"]["stages"] for name in ("kl_after", "agreement_after")]
+    assert set(figures) == {None}
+    found = attnrewrite.evaluate(made, pictures(8))
+    assert [each.agreement for each in found.values()] == [None, None]
+    assert list(found.values())[1].logit_mse is not None
+    assert "no agreement: the output of" in caplog.text
+    given: list[Images | None] = []
+    monkeypatch.setattr("attnrewrite.api.compare_models", lambda models, targets, images, **how: given.append(images))
+    for data in (pictures(8), LABELLED):
+        with pytest.raises(AttributeError):  # nothing is compared here
+            attnrewrite.compare({"model": embedding(), "l1": made}, EXAMPLE, data=data)
+    assert given == [None, LABELLED]
+
+
+def test_labels_say_that_it_is_a_classifier_after_all() -> None:
+    made = attnrewrite.convert(embedding(), EXAMPLE, variant="l1")
+    *_, own = attnrewrite.evaluate(made, LABELLED).values()
+    assert own.agreement is not None
+    assert own.top1 is not None
+
+
+def test_auto_refuses_an_embedding_unless_there_are_labels() -> None:
+    with pytest.raises(InputError, match=r"the output of Model, \[48, 8\], is taken for an embedding"):
+        attnrewrite.convert(embedding(), EXAMPLE, variant="auto", calibration=pictures(48), max_drop=1.0)
