@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from fits import KINDS, calibration, pictures
+from fits import KINDS, calibration, error_on_others, pictures
 
 from attnrewrite.calibration import descent
 from attnrewrite.calibration.branches import branches
@@ -201,9 +201,7 @@ def test_a_sample_gives_what_the_site_gives_in_its_graph(kind: str) -> None:
 
 def fitted_error(given: StageInput) -> float:
     assert Fit().run(given) == ()
-    (images,) = given.images.batch(0)
-    with torch.no_grad():
-        return float((given.student(images) - given.teacher(images)).square().mean())
+    return error_on_others(given)
 
 
 @pytest.mark.parametrize("kind", KINDS)

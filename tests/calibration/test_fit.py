@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fits import KINDS, WIDTH, Attention, calibration, pictures
+from fits import KINDS, WIDTH, Attention, calibration, error_on_others, pictures
 from torch import Tensor, nn
 
 from attnrewrite.calibration import descent, fit
@@ -80,6 +80,16 @@ def test_many_pictures_of_few_tokens_are_fitted_to_several_times(
     Fit().run(given)
     Fit(times=1).run(given)
     assert seen == [*2 * [(images, (expected - 1) * (images - images // 5))], *2 * [(images, 0)]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pictures_that_come_again_bring_the_fit_closer_on_others(kind: str) -> None:
+    errors = []
+    for times in (1, fit.MOST_TIMES):
+        given = calibration(kind, get_variant("elu"), pictures(400))
+        Fit(times=times).run(given)
+        errors.append(error_on_others(given))
+    assert errors[1] < 0.97 * errors[0]
 
 
 def test_what_is_no_picture_is_fitted_to_once() -> None:

@@ -98,6 +98,13 @@ def pictures(count: int = 96) -> Images:
     return load_images(torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(1)))
 
 
+@torch.no_grad()
+def error_on_others(given: StageInput) -> float:
+    """The mean squared error of the student on pictures that no stage saw."""
+    others = torch.randn(1_000, 3, 12, 12, generator=torch.Generator().manual_seed(2))
+    return float((given.student(others) - given.teacher(others)).square().mean())
+
+
 def calibration(
     kind: str, variant: Variant, images: Images | None = None, model: nn.Module | None = None
 ) -> StageInput:
