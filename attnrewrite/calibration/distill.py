@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration.points import fit_points
-from attnrewrite.calibration.stage import StageInput
+from attnrewrite.calibration.stage import Distance, StageInput, StageResult, distance
 from attnrewrite.calibration.train import Schedule, train
 from attnrewrite.images.pool import first_tensor
 
@@ -29,11 +29,11 @@ class Distillation:
     every: int = 20
     name: str = "distillation"
 
-    def run(self, given: StageInput) -> tuple[str, ...]:
+    def run(self, given: StageInput, before: Distance | None = None) -> StageResult:
         student = given.student
         streams = {point.stream.name: point.name for point in fit_points(student)}
         teacher, own = with_values(given.teacher, streams), with_values(student, streams)
-        loss = logit_loss if given.classifies else partial(relative_loss, energy=variance(given.wanted))
+        output_loss = logit_loss if given.classifies else partial(relative_loss, energy=variance(given.wanted))
 
         def losses(images: Tensor) -> dict[str, Tensor]:
             with torch.no_grad():
@@ -43,11 +43,11 @@ class Distillation:
             shares = {
                 name: loss * (self.features / len(streams)) for name, loss in zip(streams.values(), near, strict=True)
             }
-            return {**shares, "the output": loss(first_tensor(found), first_tensor(wanted))}
+            return {**shares, "the output": output_loss(first_tensor(found), first_tensor(wanted))}
 
         best = train(self.name, given, losses, Schedule(self.steps, self.rate), self.every)
         student.load_state_dict(best.tensors)
-        return (f"best after {best.step} of {self.steps} steps",)
+        return StageResult(distance(given), (f"best after {best.step} of {self.steps} steps",))
 
 
 def with_values(module: GraphModule, names: Collection[str]) -> GraphModule:

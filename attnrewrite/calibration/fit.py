@@ -18,7 +18,7 @@ from attnrewrite.calibration.importance import Importance
 from attnrewrite.calibration.points import Point, Undo, fit_points
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.segments import Segments, Values, rewritten_site, site_heads
-from attnrewrite.calibration.stage import StageInput, distance
+from attnrewrite.calibration.stage import Distance, StageInput, StageResult, distance
 from attnrewrite.calibration.workplace import Workplace, most_tokens
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.passes.site_module import SiteModule, Write, read
@@ -55,9 +55,9 @@ class Fit:
     times: int = MOST_TIMES
     name: str = "fit"
 
-    def run(self, given: StageInput) -> tuple[str, ...]:
+    def run(self, given: StageInput, before: Distance | None = None) -> StageResult:
         student = given.student
-        before = distance(given).loss
+        before = before or distance(given)
         points = fit_points(student)
         undo: list[Undo] = []
         unsearched: dict[str, list[str]] = {}
@@ -73,12 +73,12 @@ class Fit:
                 if why := self.fit_point(point, following, teacher, own, weights):
                     unsearched.setdefault(why, []).append(point.name)
         given.report(self.name, len(points), len(points))
-        kept = _back_off(given, points, undo, before)
+        kept, after = _back_off(given, points, undo, before)
         notes = (*_left_out(points), *(f"{why}: {', '.join(names)}" for why, names in unsearched.items()))
         if kept == len(points):
-            return notes
+            return StageResult(after, notes)
         taken_back = ", ".join(point.name for point in points[kept:])
-        return (*notes, f"taken back, as the fit there made the output worse: {taken_back}")
+        return StageResult(after, (*notes, f"taken back, as the fit there made the output worse: {taken_back}"))
 
     def _times(self, given: StageInput, points: Sequence[Point]) -> int:
         """How often each image is fitted to."""
@@ -228,29 +228,32 @@ def _everyones(part: LeastSquares, processes: Processes, branch: Branch) -> Leas
     return together
 
 
-def _back_off(given: StageInput, points: Sequence[Point], undo: Sequence[Undo], before: float) -> int:
-    """Take fits back, from the last on, until the held-out loss is no more than `before`; how many are left.
+def _back_off(
+    given: StageInput, points: Sequence[Point], undo: Sequence[Undo], before: Distance
+) -> tuple[int, Distance]:
+    """Take fits back, from the last on, until the held-out loss is no more than `before`; how many are left, and how
+    far the student is then.
 
     Ever more at a time, then by halves between: a few looks at the held-out images, however many points there are.
     """
-    if distance(given).loss <= before:
-        return len(undo)
+    after = distance(given)
+    if after.loss <= before.loss:
+        return len(undo), after
     redo = [point.undo() for point in points]
 
-    def stands(count: int) -> bool:
-        """Leave so many fits, and say whether that is no worse than none."""
+    def left(count: int) -> Distance:
+        """Leave so many fits, and say how far that is."""
         for number, (back, forth) in enumerate(zip(undo, redo, strict=True)):
             (forth if number < count else back)()
-        return not count or distance(given).loss <= before
+        return distance(given) if count else before
 
     too_many, step = len(undo), 1
-    while not stands(kept := max(too_many - step, 0)):
+    while left(kept := max(too_many - step, 0)).loss > before.loss:
         too_many, step = kept, 2 * step
     while too_many - kept > 1:
         middle = (kept + too_many) // 2
-        kept, too_many = (middle, too_many) if stands(middle) else (kept, middle)
-    stands(kept)
-    return kept
+        kept, too_many = (middle, too_many) if left(middle).loss <= before.loss else (kept, middle)
+    return kept, left(kept)
 
 
 def check_finite(stage: str, point: Point) -> None:

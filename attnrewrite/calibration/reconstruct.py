@@ -14,7 +14,7 @@ from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.importance import FINE_DRAWS, Importance
 from attnrewrite.calibration.points import Point, fit_points
 from attnrewrite.calibration.segments import Segments
-from attnrewrite.calibration.stage import StageInput, distance
+from attnrewrite.calibration.stage import Distance, StageInput, StageResult, distance
 from attnrewrite.calibration.train import Schedule, check_losses, checkpoint, descend, snapshot, training_key
 from attnrewrite.calibration.workplace import Workplace
 from attnrewrite.passes.verify import rewritten_sites
@@ -49,9 +49,9 @@ class Reconstruction:
     blocks: int = 2  # one alone sees less of what follows; all together is distillation
     name: str = "reconstruction"
 
-    def run(self, given: StageInput) -> tuple[str, ...]:
+    def run(self, given: StageInput, before: Distance | None = None) -> StageResult:
         student = given.student
-        before, tensors = distance(given).loss, snapshot(student)
+        before, tensors = before or distance(given), snapshot(student)
         points = fit_points(student)
         windows = _windows(given, points, self.blocks)
         ends = [branch.node.name for window in windows for branch in list(window.ends.values())[-1:]]
@@ -82,10 +82,11 @@ class Reconstruction:
                     fit.fit_point(point, followed.get(point.name), teacher, own, weights)
                 if given.processes.rank == 0:
                     given.state.save(self.name, key, {"windows": number + 1, "student": student.state_dict()})
-        if distance(given).loss <= before:
-            return tuple(notes)
+        after = distance(given)
+        if after.loss <= before.loss:
+            return StageResult(after, tuple(notes))
         student.load_state_dict(tensors)
-        return ("taken back: the held-out images came out no better",)
+        return StageResult(before, ("taken back: the held-out images came out no better",))
 
     def _train(self, given: StageInput, own: Segments, target: "_Target", done: int, total: int) -> bool:
         """Train the window of `target`, which the student stands before, after `done` of `total` steps; whether that

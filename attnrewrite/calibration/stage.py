@@ -73,8 +73,8 @@ class Stage(Protocol):
     @property
     def name(self) -> str: ...
 
-    def run(self, given: StageInput) -> tuple[str, ...]:
-        """Change the student in place, and return remarks, a sentence each.
+    def run(self, given: StageInput, before: "Distance | None" = None) -> "StageResult":
+        """Change the student in place, which is `before` from the original; None: that is measured.
 
         Raises:
             CheckFailedError: a fit or a loss is not finite; the message names the site.
@@ -97,6 +97,14 @@ class Distance:
     def loss(self) -> float:
         """What stages are held to: the divergence of the logits, or the error where the output is no logits."""
         return self.error if self.kl is None else self.kl
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """How far a stage left the student from the original, and remarks, a sentence each."""
+
+    after: Distance
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from attnrewrite.calibration.distill import Distillation
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.processes import placed
 from attnrewrite.calibration.reconstruct import Reconstruction
-from attnrewrite.calibration.stage import Stage, StageInput, StageReport, distance, peak_memory
+from attnrewrite.calibration.stage import Distance, Stage, StageInput, StageReport, StageResult, distance, peak_memory
 from attnrewrite.calibration.store import counted
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.pool import Pool
@@ -29,13 +29,15 @@ class Copy:
 
     name: str = "copy"
 
-    def run(self, given: StageInput) -> tuple[str, ...]:
+    def run(self, given: StageInput, before: Distance | None = None) -> StageResult:
+        before = before or distance(given)
         if given.classifies or given.wanted.dim() != 2:
-            return ()
-        return (
+            return StageResult(before)
+        embedding = (
             f"no agreement is measured, as the output [images, {given.wanted.shape[1]}] is taken for an embedding: no "
-            "linear map with a bias gives it",
+            "linear map with a bias gives it"
         )
+        return StageResult(before, (embedding,))
 
 
 def calibrate(given: StageInput, steps: int = 0) -> list[StageReport]:
@@ -62,15 +64,15 @@ def run(given: StageInput, stages: Sequence[Stage]) -> list[StageReport]:
     for stage in stages:
         start, cpu = time.perf_counter(), time.process_time()
         with counted() as spilled:
-            notes = stage.run(given)
+            result = stage.run(given, before)
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-        after = distance(given)
+        after = result.after
         if not after.error < float("inf"):
             raise CheckFailedError(f"{stage.name}: NaN or infinity in the model's output; nothing was written")
         reports.append(
             StageReport(
                 stage.name, seconds, before.error, after.error, before.kl, after.kl, before.agreement, after.agreement,
-                peak_memory(), notes, spilled.bytes, cpu_seconds,
+                peak_memory(), result.notes, spilled.bytes, cpu_seconds,
             )
         )  # fmt: skip
         before = after

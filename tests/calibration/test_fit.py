@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from attnrewrite.calibration import descent, fit
 from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.descent import NO_CLOSER
+from attnrewrite.calibration.distill import Distillation
 from attnrewrite.calibration.fit import Fit, _back_off, teacher_heads
 from attnrewrite.calibration.points import fit_points
+from attnrewrite.calibration.reconstruct import Reconstruction
 from attnrewrite.calibration.segments import Segments
-from attnrewrite.calibration.stage import StageInput, distance
+from attnrewrite.calibration.stage import Distance, Stage, StageInput, distance
 from attnrewrite.calibration.stages import Copy, calibrate, run, split
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.dataset import Images
@@ -157,7 +159,7 @@ def test_a_fit_that_makes_the_output_worse_is_taken_back() -> None:
     given = calibration("pre-norm", get_variant("softmax"))
     spoil(given, 0.0)
     before = {name: tensor.clone() for name, tensor in given.student.state_dict().items()}
-    (note,) = Fit().run(given)
+    (note,) = Fit().run(given).notes
     assert note.startswith("taken back")
     assert all(torch.equal(tensor, before[name]) for name, tensor in given.student.state_dict().items())
     assert distance(given).loss == pytest.approx(0, abs=1e-9)
@@ -172,8 +174,20 @@ def test_as_many_fits_stay_as_make_the_output_no_worse(good: int) -> None:
         if number >= good:
             assert point.branch is not None
             point.branch.change(torch.ones(point.branch.weight.shape[1] + 1, point.branch.weight.shape[0]))
-    assert _back_off(given, points, undo, before=1e-9) == good
+    kept, after = _back_off(given, points, undo, Distance(1e-9, 1e-9, 100.0))
+    assert kept == good
     assert distance(given).loss == pytest.approx(0, abs=1e-9)
+    assert after.loss <= 1e-9
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+@pytest.mark.parametrize("stage", [Copy(), Fit(), Reconstruction(2), Distillation(2)], ids=lambda stage: stage.name)
+def test_what_a_stage_says_of_the_student_is_measured(stage: Stage, spoiled: bool) -> None:
+    """Also where it takes back what it did."""
+    given = calibration("pre-norm", get_variant("softmax" if spoiled else "l1"))
+    if spoiled:
+        spoil(given, 0.0)
+    assert stage.run(given).after == distance(given)
 
 
 def test_a_fit_that_is_not_finite_names_its_site() -> None:
@@ -204,7 +218,7 @@ class Bare(nn.Module):
 
 def test_what_cannot_be_fitted_is_told() -> None:
     given = calibration("bare", get_variant("l1"), model=Bare())
-    notes = Fit().run(given)
+    notes = Fit().run(given).notes
     assert notes == (
         "fitted to the teacher's own output, as no residual connection follows: site0, site1",
         "no linear map that ends a residual branch follows, so that none is fitted: site0, site1",

@@ -35,7 +35,7 @@ def spoiled(kind: str, model: nn.Module | None = None) -> StageInput:
 def test_blocks_come_closer_than_the_fit_alone_brings_them(kind: str) -> None:
     fitted, trained = spoiled(kind), spoiled(kind)
     Fit().run(fitted)
-    assert Reconstruction(steps=60, rate=2e-2, blocks=1).run(trained) == ()
+    assert Reconstruction(steps=60, rate=2e-2, blocks=1).run(trained).notes == ()
     assert distance(trained).loss < 0.5 * distance(fitted).loss
 
 
@@ -80,7 +80,7 @@ class Tied(nn.Module):
 def test_weights_that_other_blocks_read_too_are_left_alone() -> None:
     given = spoiled("tied", Tied())
     before = {name: tensor.detach().clone() for name, tensor in given.student.named_parameters()}
-    assert Reconstruction(steps=40, rate=2e-2, blocks=1).run(given) == ()
+    assert Reconstruction(steps=40, rate=2e-2, blocks=1).run(given).notes == ()
     after = dict(given.student.named_parameters())
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert not any("mlp" in name for name in changed)
@@ -100,7 +100,7 @@ def test_a_window_that_training_makes_worse_is_left_and_named() -> None:
     given = calibration("pre-norm", get_variant("l1"))
     weight = rewritten_sites(given.student)["site1"].query.weight
     before = weight.detach().clone()
-    (note,) = Reconstruction(steps=2, rate=float("inf")).run(given)
+    (note,) = Reconstruction(steps=2, rate=float("inf")).run(given).notes
     assert note.startswith("not trained, as that made it worse: site0, ")
     assert torch.equal(weight, before)
 
