@@ -10,7 +10,7 @@ _SHIFTS, _SCALES = frozenset(("add", "sub")), frozenset(("mul", "div"))
 
 
 def are_logits(graph: GraphView, value: str) -> bool:
-    """Whether `value` holds probabilities, or what linear maps with biases give: one, or the mean of several heads'.
+    """Whether `value` holds probabilities, or what linear maps with biases give: one, or several heads' mean or sum.
 
     What a norm, a residual stream, a pooling of tokens or a projection without a bias gives is taken for an embedding.
     """
@@ -36,7 +36,7 @@ def _keeps_classes(operation: Operation) -> bool:
     """Whether an operation on one tensor moves, averages, scales or shifts."""
     if operation.kind == "map":
         return operation.name in {"identity", *_SHIFTS, *_SCALES}
-    averages = operation.kind == "pool" or (operation.kind == "reduce" and operation.name == "mean")
+    averages = operation.kind == "pool" or (operation.kind == "reduce" and operation.name in {"mean", "sum"})
     return operation.kind == "move" or averages
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnrewrite.calibration.distill import Distillation
-from attnrewrite.calibration.fit import Fit
+from attnrewrite.calibration.fit import MOST_TIMES, Fit
 from attnrewrite.calibration.processes import placed
 from attnrewrite.calibration.reconstruct import Reconstruction
 from attnrewrite.calibration.stage import Distance, Stage, StageInput, StageReport, StageResult, distance, peak_memory
@@ -40,17 +40,18 @@ class Copy:
         return StageResult(before, (embedding,))
 
 
-def calibrate(given: StageInput, steps: int = 0) -> list[StageReport]:
+def calibrate(given: StageInput, steps: int = 0, times: int = MOST_TIMES) -> list[StageReport]:
     """Calibrate the student in place on unlabelled images; what each stage did.
 
-    Copy and Fit always run; with `steps`, blocks are reconstructed and the whole is distilled, in so many each.
+    Copy and Fit, to each image at most so many `times`, always run; with `steps`, blocks are reconstructed and the
+    whole is distilled, in so many each.
     Deterministic for a seed. Interrupted and called again with the same arguments, it goes on from what lies in the
     state folder. Several processes share the work; all end with the same student.
 
     Raises:
         CheckFailedError: a fit or a loss is not finite; the message names the site.
     """
-    stages: tuple[Stage, ...] = (Copy(), Fit())
+    stages: tuple[Stage, ...] = (Copy(), Fit(times=times))
     if steps:
         stages += (Reconstruction(steps), Distillation(steps))
     with placed(given.processes.device, given.original, given.teacher, given.student):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
+from attnrewrite.calibration.fit import MOST_TIMES
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.stage import StageInput, StageReport
 from attnrewrite.calibration.stages import calibrate, split
@@ -68,7 +69,8 @@ class Replacement:
         if self.pool is not None:
             halves = split(self.pool)
             given = StageInput(self.captured.module, teacher, student, *halves, self.execution, self.processes)
-            stages = calibrate(given, self.steps)
+            times = 1 if isinstance(self.variant, Auto) else MOST_TIMES  # as what was chosen was fitted and measured
+            stages = calibrate(given, self.steps, times)
         return Replaced(student, selection, tuple(stages), float64_errors(student, arithmetic_inputs(self.proof.draws)))
 
     def at_those_that_pass(

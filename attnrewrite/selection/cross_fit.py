@@ -43,7 +43,7 @@ class CrossFit:
                     original, teacher, student, *split(self.images.take(fold.fitting)), self.execution, self.processes,
                     fold.importance,
                 )  # fmt: skip
-                Fit(times=1, name="fit for the selection").run(given)  # for time: what is chosen may come closer
+                Fit(times=1, name="fit for the selection").run(given)  # for time: a selection fits often
                 batch = given.measuring.batch_size  # what memory has room for
                 measuring = replace(self.images.take(fold.measuring), batch_size=batch)
                 yield fold.measuring, measuring.outputs(student, self.processes.device).cpu()

@@ -45,6 +45,7 @@ LOGITS: dict[str, Callable[[Model, Tensor], object]] = {
     "a convolution and the mean": lambda m, x: m.conv(x.transpose(1, 2)).mean(2),
     "a convolution and pooling": lambda m, x: F.adaptive_avg_pool1d(m.conv(x.transpose(1, 2)), 1).flatten(1),
     "two heads' mean": lambda m, x: (m.fc(x[:, 0]) + m.other(x[:, 1])) / 2,
+    "two heads' weighted sum": lambda m, x: torch.stack([m.shift * m.fc(x[:, 0]), 2 * m.other(x[:, 1])]).sum(0),
     "two heads side by side": lambda m, x: torch.cat([m.fc(x[:, 0]), m.other(x[:, 1])], 1),
     "pictures by texts": lambda m, x: F.normalize(x[:, 0], dim=1) @ m.texts.t() * m.temperature.exp(),
     "pictures by each other": lambda m, x: x[:, 0] @ F.normalize(x[:, 1], dim=1).t(),

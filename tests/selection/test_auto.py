@@ -14,6 +14,8 @@ import torch
 from tiny_vits import INPUTS, encoder
 
 import attnrewrite as ar
+from attnrewrite.calibration import fit
+from attnrewrite.calibration.workplace import Workplace
 from attnrewrite.cli.main import main
 from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError, Refusal
 from attnrewrite.evaluation.latency import Latency
@@ -71,6 +73,19 @@ def test_a_budget_on_the_drop_is_held_and_reported(dropped: ar.Conversion) -> No
         else:
             assert site["identity_error"] <= 1e-5
             assert site["float64_error"] <= 1e-3
+
+
+def test_what_is_chosen_is_fitted_as_it_was_measured(labelled: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To each image once, where a form that is asked for by name is fitted to each several times."""
+    monkeypatch.setattr(fit, "FEW_IMAGES", 10)
+    times: list[int] = []
+    own = Workplace.of
+    monkeypatch.setattr(Workplace, "of", lambda *args, **how: times.append(how.get("times", 1)) or own(*args, **how))
+    ar.convert(encoder(), INPUTS, variant="auto", max_drop=8.0, candidates=["l1"], calibration=labelled)
+    assert set(times) == {1}
+    times.clear()
+    ar.convert(encoder(), INPUTS, variant="l1", calibration=labelled)
+    assert times == [fit.MOST_TIMES]
 
 
 def test_without_labels_the_budget_is_in_points_of_agreement(images: torch.Tensor) -> None:
