@@ -23,19 +23,21 @@ class _Exponential:
 def softmax_by_hand(graph: GraphView, operation: Operation) -> Operation:
     """`operation`, read as a softmax where it is exp(scores) / sum(exp(scores)) along one axis, or exp(log softmax), or
     exp(scores) whose sum divides only their product with the values: `divided` in its attributes. Powers of another
-    number are exponentials of scaled scores.
+    number are exponentials of scaled scores, and a product with the inverse of a sum is a quotient.
 
     What is taken away from the scores before, most often their largest, is a term like any other.
     """
     if (exponential := _unspread(graph, operation)) is not None:
         inner = graph.operation(exponential.operand)
-        if inner.name == LOG_SOFTMAX and exponential.factor == 1:
-            return Operation(operation.value, "softmax", "softmax", inner.inputs, inner.attributes)
+        axis = _axis_of_logarithm(graph, inner) if exponential.factor == 1 else None
+        if axis is not None:
+            return Operation(operation.value, "softmax", "softmax", inner.inputs[:1], {"axis": axis})
         divided = _divided_later(graph, operation.value)
         return operation if divided is None else _softmax(operation.value, exponential, divided)
-    if (operation.kind, operation.name) != ("map", "div") or len(operation.inputs) != 2:
+    quotient = _quotient(graph, operation)
+    if quotient is None:
         return operation
-    terms, sums = operation.inputs
+    terms, sums = quotient
     exponential = _unspread(graph, graph.operation(terms))
     total = None if exponential is None else _sum_of(graph, terms, sums)
     if exponential is None or total is None or not np.array_equal(total.rows, _rows(graph, terms, total.axis)):
@@ -50,6 +52,59 @@ def loose_scores(graph: GraphView, operation: Operation) -> str | None:
         return None
     used = any(graph.operation(user).kind == "softmax" for user in _behind_moves(graph, operation.value))
     return None if used else exponential.operand
+
+
+def _axis_of_logarithm(graph: GraphView, operation: Operation) -> int | None:
+    """The axis of the softmax whose logarithm `operation` is: scores less the logarithm of their exponentials' sum."""
+    if operation.name == LOG_SOFTMAX:
+        return cast(int, operation.attributes["axis"])
+    if operation.name != "sub" or len(operation.inputs) != 2 or operation.attributes.get("alpha", 1) != 1:
+        return None
+    scores, total = operation.inputs
+    found = _sum_of(graph, scores, total, "logsumexp")
+    whole = found is not None and np.array_equal(found.rows, _rows(graph, scores, found.axis))
+    return found.axis if found is not None and whole else None
+
+
+def _quotient(graph: GraphView, operation: Operation) -> tuple[str, str] | None:
+    """What `operation` divides, and by what."""
+    if operation.kind != "map" or len(operation.inputs) != 2:
+        return None
+    first, second = operation.inputs
+    if operation.name == "div":
+        return first, second
+    if operation.name == "mul":
+        for value, other in ((first, second), (second, first)):
+            if (divisor := _inverted(graph, other)) is not None:
+                return value, divisor
+    return None
+
+
+def _inverted(graph: GraphView, value: str) -> str | None:
+    """What `value` is one over: its reciprocal (times one, as torch writes 1 / x), 1 / x, x ** -1."""
+    operation = graph.operation(value)
+    if operation.name == "reciprocal":
+        return operation.inputs[0]
+    match operation.name, _number_beside(graph, operation):
+        case ("div", (operand, 1.0, 0)) | ("pow", (operand, -1.0, 1)):
+            return operand
+        case "mul", (operand, 1.0, _):
+            return _inverted(graph, operand)
+    return None
+
+
+def _number_beside(graph: GraphView, operation: Operation) -> tuple[str, float, int] | None:
+    """The one operand of a map that is no constant, the number beside it, and on which side that stands: left (0)."""
+    live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
+    if operation.kind != "map" or len(live) != 1:
+        return None
+    if "scalar" in operation.attributes:
+        number, side = operation.attributes["scalar"], operation.attributes["position"]
+        return live[0], float(cast(float, number)), cast(int, side)
+    for side, operand in enumerate(operation.inputs):
+        if operand != live[0] and (element := _element(graph, operand)) is not None:
+            return live[0], element, side
+    return None
 
 
 def _exponential(graph: GraphView, operation: Operation) -> _Exponential | None:
@@ -95,14 +150,14 @@ class _Sum:
     rows: np.ndarray
 
 
-def _sum_of(graph: GraphView, terms: str, total: str) -> _Sum | None:
-    """`total`, where it is the sum of `terms` along one axis."""
+def _sum_of(graph: GraphView, terms: str, total: str, name: str = "sum") -> _Sum | None:
+    """`total`, where it is the sum of `terms` (or another reduction, called `name`) along one axis."""
     moves = []
     summed = graph.operation(total)
     while summed.kind == "move" and len(summed.inputs) == 1:
         moves.append(summed.value)
         summed = graph.operation(summed.inputs[0])
-    if (summed.kind, summed.name, summed.inputs) != ("reduce", "sum", (terms,)):
+    if (summed.kind, summed.name, summed.inputs) != ("reduce", name, (terms,)):
         return None
     axes = cast(tuple[int, ...], summed.attributes["axes"])
     if len(axes) != 1:
@@ -128,9 +183,10 @@ def _divided_later(graph: GraphView, terms: str) -> Mapping[str, object] | None:
         return None
     *moves, product = way
     division = graph.operation(graph.users(product)[0])
-    if (division.name, division.inputs[:1]) != ("div", (product,)) or len(division.inputs) != 2:
+    quotient = _quotient(graph, division)
+    if quotient is None or quotient[0] != product:
         return None
-    total, spread = _sum_of(graph, terms, division.inputs[1]), graph.shape(division.value)
+    total, spread = _sum_of(graph, terms, quotient[1]), graph.shape(division.value)
     if total is None or spread != graph.shape(product):
         return None
     rows = np.broadcast_to(_rows(graph, terms, total.axis), graph.shape(terms))

@@ -258,7 +258,7 @@ def _tensor_arguments(node: Node) -> list[Node]:
 
 def _reduced_axes(name: str, node: Node, rank: int) -> tuple[int, ...]:
     """The axes that a plain reduction removes; none where its arguments say more than axes."""
-    if name not in ("sum", "mean", "amax", "amin", "max", "min", "any", "all"):
+    if name not in ("sum", "mean", "amax", "amin", "max", "min", "any", "all", "logsumexp"):
         return ()
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     listed = [given] if isinstance(given, int) else given if isinstance(given, list | tuple) else range(rank)

@@ -95,6 +95,38 @@ SPELLINGS = {
   p = Div(e, t)""",
         ),
     ),
+    "softmax by hand, times the inverse of the sum": (
+        17,
+        (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(
+            "p = Softmax<axis=-1>(s2)",
+            """last = Constant<value_ints=[-1]>()
+  e = Exp(s2)
+  t = ReduceSum<keepdims=1>(e, last)
+  i = Reciprocal(t)
+  p = Mul(e, i)""",
+        ),
+    ),
+    "softmax by hand, times one over the sum": (
+        17,
+        (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(
+            "p = Softmax<axis=-1>(s2)",
+            """last = Constant<value_ints=[-1]>()
+  one = Constant<value_float=1.0>()
+  e = Exp(s2)
+  t = ReduceSum<keepdims=1>(e, last)
+  i = Div(one, t)
+  p = Mul(i, e)""",
+        ),
+    ),
+    "scores less their logsumexp": (
+        17,
+        (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(
+            "p = Softmax<axis=-1>(s2)",
+            """m = ReduceLogSumExp<axes=[-1], keepdims=1>(s2)
+  d = Sub(s2, m)
+  p = Exp(d)""",
+        ),
+    ),
     "softmax by hand, divided after the values": (
         17,
         (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(

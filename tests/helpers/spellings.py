@@ -226,6 +226,30 @@ def divided_after_the_values(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged((exponentials @ v) / exponentials.sum(-1, keepdim=True)))
 
 
+def times_the_inverse(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    exponentials = torch.exp(q @ k.transpose(-2, -1) * SCALE)
+    return m.proj(merged(exponentials.sum(-1, keepdim=True).reciprocal() * exponentials @ v))
+
+
+def times_one_over_the_sum_after_the_values(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    exponentials = torch.exp(q @ k.transpose(-2, -1) * SCALE)
+    return m.proj(merged((exponentials @ v) * (1 / exponentials.sum(-1, keepdim=True))))
+
+
+def times_a_power_of_the_sum(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    exponentials = torch.exp(q @ k.transpose(-2, -1) * SCALE)
+    return m.proj(merged(exponentials * exponentials.sum(-1, keepdim=True) ** -1 @ v))
+
+
+def less_their_logsumexp(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    scores = q @ k.transpose(-2, -1) * SCALE
+    return m.proj(merged((scores - scores.logsumexp(-1).unsqueeze(-1)).exp() @ v))
+
+
 def softmax_of_its_logarithm(m: Any, x: Tensor) -> Tensor:
     q, k, v = unpacked(m, x)
     return m.proj(merged((q @ k.transpose(-2, -1) * SCALE).log_softmax(-1).exp() @ v))
@@ -425,6 +449,10 @@ SPELLINGS = [
     Spelling("steadied", packed, steadied),
     Spelling("softmax by hand", packed, softmax_by_hand),
     Spelling("softmax by hand, divided after the values", packed, divided_after_the_values),
+    Spelling("softmax by hand, times the inverse of the sum", packed, times_the_inverse),
+    Spelling("softmax by hand, times one over the sum", packed, times_one_over_the_sum_after_the_values),
+    Spelling("softmax by hand, times a power of the sum", packed, times_a_power_of_the_sum),
+    Spelling("scores less their logsumexp", packed, less_their_logsumexp),
     Spelling("softmax of its logarithm", packed, softmax_of_its_logarithm),
     Spelling("other names", packed, other_names),
     Spelling(
