@@ -45,9 +45,13 @@ class StageInput:
 
     @cached_property
     def classifies(self) -> bool:
-        """Whether the original's output is logits [images, classes]."""
+        """Whether the original's output is logits [images, classes]: by its graph, or as the images' labels are of as
+        many classes.
+        """
+        if self.wanted.dim() != 2 or self.wanted.shape[1] < 2:
+            return False
         graph = FxGraph(self.original)
-        return self.wanted.dim() == 2 and self.wanted.shape[1] > 1 and are_logits(graph, graph.answer)
+        return self.images.images.class_count == self.wanted.shape[1] or are_logits(graph, graph.answer)
 
     @cached_property
     def measuring(self) -> Pool:

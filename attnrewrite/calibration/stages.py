@@ -35,7 +35,7 @@ class Copy:
             return StageResult(before)
         embedding = (
             f"no agreement is measured, as the output [images, {given.wanted.shape[1]}] is taken for an embedding: no "
-            "linear map with a bias gives it"
+            "linear map with a bias gives it, and no labels are of as many classes"
         )
         return StageResult(before, (embedding,))
 

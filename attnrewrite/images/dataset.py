@@ -60,6 +60,11 @@ class Images:
     def __len__(self) -> int:
         return len(self.x)
 
+    @property
+    def class_count(self) -> int | None:
+        """How many classes the labels name, or reach to; None where there are no labels."""
+        return None if self.y is None else len(self.classes) or int(self.y.max()) + 1
+
     def sample(self, n: int, seed: int) -> "Images":
         """`n` images drawn without repetition (all of them, shuffled, where there are fewer); the same for a seed."""
         if n < 1:

@@ -48,6 +48,13 @@ def test_labels_say_that_it_is_a_classifier_after_all() -> None:
     assert own.top1 is not None
 
 
+@pytest.mark.parametrize(("classes", "told"), [(8, True), (7, False)])
+def test_labels_of_as_many_classes_say_so_to_a_conversion(classes: int, told: bool) -> None:
+    images = Images(pictures(48).x, torch.arange(48).numpy() % classes)
+    made = attnrewrite.convert(embedding(), EXAMPLE, variant="l1", calibration=images)
+    assert (made.report["calibration"]["stages"][-1]["agreement_after"] is not None) == told
+
+
 def test_auto_refuses_an_embedding_unless_there_are_labels() -> None:
     with pytest.raises(InputError, match=r"the output of Model, \[48, 8\], is taken for an embedding"):
         attnrewrite.convert(embedding(), EXAMPLE, variant="auto", calibration=pictures(48), max_drop=1.0)
