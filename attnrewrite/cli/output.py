@@ -226,10 +226,10 @@ def made_lines(artifact: "Artifact") -> str:
         )
     for name, each in artifact.measured.items():
         figures = (("top-1", each["top1"]), ("agreement with the model", each["agreement"]))
-        told = ", ".join(f"{figure} {value:.2f} %" for figure, value in figures if value is not None)
+        told = [f"{figure} {value:.2f} %" for figure, value in figures if value is not None]
         if each["logit_mse"] is not None:
-            told += f", squared distance of the logits {each['logit_mse']:.3g} on average"
-        lines.append(f"the {name} on {each['n']} images: {told or 'no labels'}")
+            told.append(f"squared distance of the outputs {each['logit_mse']:.3g} on average")
+        lines.append(f"the {name} on {each['n']} images: {', '.join(told) or 'no labels'}")
     return "\n".join(lines)
 
 
