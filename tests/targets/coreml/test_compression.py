@@ -278,7 +278,7 @@ def test_the_terminal_tells_bytes_and_accuracy() -> None:
         "int8 on 17 weights: 1,010 bytes, 50% of 2,000",
         "the model on 4 images: top-1 75.00 %",
         "the artifact on 4 images: top-1 50.00 %, agreement with the model 75.00 %, "
-        "squared distance of the logits 0.25 on average",
+        "squared distance of the outputs 0.25 on average",
     ]
 
 
