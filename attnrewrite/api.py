@@ -17,6 +17,7 @@ from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
 from attnrewrite.files import as_path
+from attnrewrite.frontends.answers import says_classes
 from attnrewrite.frontends.batches import any_batch, fixed_batch, require_pictures, runnable
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.examples import one_image
@@ -25,7 +26,6 @@ from attnrewrite.images.dataset import Images, Inputs, load_images
 from attnrewrite.outputs import staged, write_file
 from attnrewrite.pages.comparison import comparison_page, comparison_table
 from attnrewrite.passes.original import require_numbers
-from attnrewrite.patterns.answers import are_logits
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import scan
@@ -156,7 +156,7 @@ def evaluate(
         modules, images, loaded.preprocessing, input_size=loaded.input_size, reference=first,
         batch_size=most, progress=progress,
     )  # fmt: skip
-    return found if first is None or _says_classes(loaded, images) else _without_agreement(found)
+    return found if first is None or says_classes(loaded, images) else _without_agreement(found)
 
 
 def lower(
@@ -267,28 +267,8 @@ def _measured(
         modules, images, artifact.preprocessing, input_size=loaded.input_size, reference="model", batch_size=1,
         progress=progress,
     )  # fmt: skip
-    found = found if _says_classes(loaded, images) else _without_agreement(found)
+    found = found if says_classes(loaded, images) else _without_agreement(found)
     return {name: asdict(each) for name, each in found.items()}
-
-
-def _says_classes(loaded: Source, images: Images) -> bool:
-    """Whether the largest element of the model's output is a class: the images have labels, or it gives logits. True,
-    too, where it cannot be captured.
-    """
-    if images.y is not None:
-        return True
-    try:
-        captured = capture(loaded.name, loaded.model or loaded.program, loaded.example_inputs)  # type: ignore[arg-type]
-    except InputError:
-        return True
-    graph = FxGraph(captured.module)
-    if are_logits(graph, graph.answer):
-        return True
-    logging.getLogger("attnrewrite").warning(
-        "no agreement: the output of %s is taken for an embedding, as no linear map with a bias gives it; give images "
-        "with labels if it is a classifier", loaded.name
-    )  # fmt: skip
-    return False
 
 
 def _without_agreement(found: Mapping[str, records.Evaluation]) -> dict[str, records.Evaluation]:
@@ -352,7 +332,7 @@ def compare(
         inputs = _one_call(loaded, module)
         compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free)
     images = None if data is None else load_images(data)
-    if images is not None and len(compared) > 1 and not _says_classes(loaded, images):
+    if images is not None and len(compared) > 1 and not says_classes(loaded, images):
         images = None  # nothing is known of the models' classes
     options = {"cpu": cpu, "precision": precision, "rpc": rpc, "rpc_timeout": rpc_timeout, "device": device}
     options |= {"development_team": development_team, "device_timeout": device_timeout}

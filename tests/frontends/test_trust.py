@@ -33,14 +33,15 @@ from torch.nn.functional import scaled_dot_product_attention
 class Vit(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.qkv = nn.Conv2d(3, 16, 8, 8), nn.Linear(16, 48)
+        self.embed, self.qkv, self.head = nn.Conv2d(3, 16, 8, 8), nn.Linear(16, 48), nn.Linear(16, 16)
         self.token = nn.Parameter(torch.zeros(1, 1, 16))
 
     def forward(self, x):
         x = self.embed(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
         query, key, value = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
-        return (x + scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)).mean(1)
+        x = x + scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return self.head(x.mean(1))
 
 
 def vit():
