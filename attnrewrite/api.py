@@ -333,7 +333,7 @@ def compare(
         compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free)
     images = None if data is None else load_images(data)
     if images is not None and len(compared) > 1 and not says_classes(loaded, images):
-        images = None  # nothing is known of the models' classes
+        images = None  # by the last of the models: they answer the same question
     options = {"cpu": cpu, "precision": precision, "rpc": rpc, "rpc_timeout": rpc_timeout, "device": device}
     options |= {"development_team": development_team, "device_timeout": device_timeout}
     found = compare_models(

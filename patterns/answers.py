@@ -10,17 +10,18 @@ _SHIFTS, _SCALES = frozenset(("add", "sub")), frozenset(("mul", "div"))
 
 
 def are_logits(graph: GraphView, value: str) -> bool:
-    """Whether `value` holds probabilities, or what linear maps with biases give: one, or several heads' mean or sum.
+    """Whether `value` holds probabilities, or what linear maps with a bias give (or a constant factor, as cosines have):
+    one, or several heads' mean or sum.
 
     What a norm, a residual stream, a pooling of tokens or a projection without a bias gives is taken for an embedding.
     """
-    shifted = False
+    adjusted = False  # by a constant, added or multiplied with: a bias, a temperature
     while True:
         operation = graph.operation(value)
         if operation.name in _PROBABILITIES:
             return True
         if operation.kind in ("linear", "conv"):
-            return shifted or len(operation.inputs) > 2
+            return adjusted or len(operation.inputs) > 2
         live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
         if operation.kind == "matmul" and len(live) > 1:  # of pictures by texts
             return True
@@ -28,7 +29,7 @@ def are_logits(graph: GraphView, value: str) -> bool:
             return _are_of_heads(graph, operation, live)
         if not live or not _keeps_classes(operation):
             return False
-        shifted = shifted or (operation.kind == "map" and operation.name != "identity")
+        adjusted = adjusted or (operation.kind == "map" and operation.name != "identity")
         value = live[0]
 
 
