@@ -10,8 +10,8 @@ _SHIFTS, _SCALES = frozenset(("add", "sub")), frozenset(("mul", "div"))
 
 
 def are_logits(graph: GraphView, value: str) -> bool:
-    """Whether `value` holds probabilities, or what linear maps with a bias give (or a constant factor, as cosines have):
-    one, or several heads' mean or sum.
+    """Whether `value` holds probabilities, or what linear maps with a bias (or a constant factor) give: one map, or the
+    mean or sum of several heads'.
 
     What a norm, a residual stream, a pooling of tokens or a projection without a bias gives is taken for an embedding.
     """
