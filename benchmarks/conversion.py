@@ -15,7 +15,7 @@ Prints a markdown table, a row as soon as it is known, and the machine it was ma
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -154,11 +154,10 @@ def auto_rows(bench: Bench, candidates: str, max_drop: float, seeds: list[int]) 
         print(f"| seed {seed} | {sites} | {bound} | {lost:.2f} | {found.agreement:.1f} | {seconds:.0f} |", flush=True)
 
 
-def stage_rows(bench: Bench, rows: str, stages: Sequence[Stage], seeds: list[int]) -> None:
+def stage_rows(bench: Bench, rows: Mapping[str, Variant], stages: Sequence[Stage], seeds: list[int]) -> None:
     """A line for each form of `rows`; empty where a stage is not asked for."""
     blank = [""] * (len(STAGES) - len(stages))
-    for row in filter(None, rows.split(";")):
-        variant = parsed(row)
+    for row, variant in rows.items():
         found = list(zip(*(list(bench.run(variant, seed, stages)) for seed in seeds), strict=True))
         lost = [told([figures[0] for figures in stage]) for stage in found]
         agreement = statistics.mean(figures[1] for figures in found[-1])
@@ -176,8 +175,9 @@ def floor_row(bench: Bench, seeds: list[int]) -> None:
     )
 
 
-def parsed(row: str) -> Variant:
-    return get_variant(*named(row))
+def parsed(rows: str) -> dict[str, Variant]:
+    """The variants that rows divided by semicolons name."""
+    return {row: get_variant(*named(row)) for row in rows.split(";") if row}
 
 
 def main() -> None:
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--max-drop", type=float, default=0.5, help="points that a selection may lose")
     parser.add_argument("--test-images", type=int, help="how many, drawn once; by default all")
     chosen = parser.parse_args()
+    closed_form, rows = parsed(chosen.closed_form), parsed(chosen.rows)  # a wrong name is told now, not after hours
     torch.set_num_threads(1)
     source = load_source(
         chosen.source, checkpoint=chosen.checkpoint, input_size=chosen.input_size, mean=chosen.mean, std=chosen.std
@@ -209,8 +210,8 @@ def main() -> None:
     print(f"| variant | multiply-adds | {' | '.join(STAGES)} | agreement | seconds |", flush=True)
     print(f"|{'-|' * (len(STAGES) + 4)}", flush=True)
     closed: tuple[Stage, ...] = (Copy(), Fit())
-    stage_rows(bench, chosen.closed_form, closed, seeds)
-    stage_rows(bench, chosen.rows, (*closed, Reconstruction(chosen.steps), Distillation(chosen.steps)), seeds)
+    stage_rows(bench, closed_form, closed, seeds)
+    stage_rows(bench, rows, (*closed, Reconstruction(chosen.steps), Distillation(chosen.steps)), seeds)
     if chosen.floor:
         floor_row(bench, seeds)
     for candidates in filter(None, (chosen.auto or "").split(";")):
