@@ -2,7 +2,8 @@
 and what it wrote to temporary files.
 
     python benchmarks/scale.py [--models deit-tiny deit-small] [--pictures 256] [--memory 4GiB] [--variant l1]
-    python benchmarks/scale.py --auto 0.5 --source FILE.py:FACTORY --checkpoint FILE --data FILE.npz [--pictures 1000]
+    python benchmarks/scale.py --auto 0.5 --source FILE.py:FACTORY --checkpoint FILE --input-size 3x32x32 --mean ... \\
+        --std ... --data FILE.npz [--pictures 1000]
 
 With --auto POINTS, `--variant auto --max-drop POINTS` over the published forms on a trained model; else
 random weights and pictures, each model in a process of its own. A forward pass is that of all pictures in eager torch,
@@ -154,7 +155,7 @@ def shown(found: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["deit-tiny", "deit-small"], choices=MODELS)
     parser.add_argument("--pictures", type=int, default=256)
     parser.add_argument("--variant", default="l1")
