@@ -202,7 +202,11 @@ class SiteModule(nn.Module):
         return f"{self.site_id}: {self.heads} heads"
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        return self.output(self.form(*self.attend_inputs(*tensors)))
+        return self.output(self.attend(*tensors))
+
+    def attend(self, *tensors: Tensor) -> Tensor:
+        """The heads' outputs [batch, heads, tokens, channels], which the output projection reads."""
+        return self.form(*self.attend_inputs(*tensors))  # type: ignore[no-any-return]
 
     def settle(self) -> None:
         """Take factors into the projections, as the module's precision allows."""
@@ -253,13 +257,14 @@ class SiteModule(nn.Module):
         if self.core.temperature is not None:
             temperature = self._joined(Term(self.core.temperature), given, batch, read_all)[:, :, :1, :1]
             query = query * as_type(temperature, query.dtype)
-        return query, key, value, self._bias(given, batch, query.dtype)
+        return query, key, value, self.bias(given, batch, query.dtype)
 
     def _follows(self) -> tuple[bool, ...]:
         """For query, key and value, whether the tensor follows the batch size."""
         return tuple(-1 in getattr(self, role).layout.split for role in ("query", "key", "value"))
 
-    def _bias(self, given: dict[str, Tensor], batch: int, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, given: dict[str, Tensor], batch: int, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores, as the form receives it; `given` are the inputs by the names in `values`."""
         bias: Tensor | None = None
         for term in self.core.terms:
             joined = self._joined(term, given, batch, read_keys if self.bias_of_keys else read_all)

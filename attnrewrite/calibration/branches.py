@@ -6,12 +6,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from attnrewrite.calibration.segments import Values, rewritten_site, site_heads
+from attnrewrite.calibration.segments import Attended, Values, rewritten_site
 from attnrewrite.passes.site_module import ProjectedWrite, SiteModule, read, write
 
 SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solve
@@ -54,12 +53,17 @@ class Branch:
     axis: int = -1
 
     @property
-    def reads(self) -> frozenset[Node]:
-        """The nodes whose values `samples` reads."""
-        operands = {
+    def operands(self) -> frozenset[Node]:
+        """The nodes whose values the path reads, beside what it carries."""
+        return frozenset(
             operand for step in self.path for operand in step.node.all_input_nodes if operand is not step.carried
-        }
-        return frozenset(operands | set(self.node.all_input_nodes))
+        )
+
+    @property
+    def reads(self) -> frozenset[Node | Attended]:
+        """Whose values `samples` reads."""
+        inputs = {Attended(self.node)} if self.site is not None else set(self.node.all_input_nodes)
+        return self.operands | inputs
 
     @property
     def solver_bytes(self) -> int:
@@ -70,7 +74,7 @@ class Branch:
         """x [..., inputs]."""
         if self.site is None:
             return values[self.node.args[0]].movedim(self.axis, -1)  # type: ignore[index]
-        return self.site.form(*site_heads(self.site, self.node, values)).transpose(1, 2).flatten(2)
+        return values[Attended(self.node)].transpose(1, 2).flatten(2)
 
     def outputs(self, y: Tensor) -> Tensor:
         """A value at `node`, in the order of `inputs`: [..., outputs]."""
@@ -93,17 +97,16 @@ class Branch:
         return torch.where(gain == 0, gain, moved / gain)
 
     @torch.no_grad()
-    def samples(self, residual: Tensor, values: Values, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns [samples, inputs (+ 1 where there is a bias)], and what has to be added to y [samples, outputs] for
-        `residual` to be added to the stream, both times the root of `weights` [samples]. Tokens that never reach the
-        stream (padding) are left out.
+    def samples(self, residual: Tensor, values: Values, weights: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Columns [samples, inputs], what has to be added to y [samples, outputs] for `residual` to be added to the
+        stream, and the ones that a bias multiplies [samples], where there is one: each times the root of `weights`
+        [samples]. Tokens that never reach the stream (padding) count nothing.
         """
         x = self.inputs(values)
         target, reaches = self.targets(x, residual, values)
-        reaches = reaches.flatten()
-        columns = x if self.bias is None else F.pad(x, (0, 1), value=1.0)
-        root = weights.sqrt()[reaches].unsqueeze(1)
-        return columns.flatten(0, -2)[reaches] * root, target.flatten(0, -2)[reaches] * root
+        root = weights.sqrt() * reaches.flatten()
+        columns, target = (each.flatten(0, -2) * root.unsqueeze(1) for each in (x, target))
+        return columns, target, None if self.bias is None else root
 
     def targets(self, x: Tensor, residual: Tensor, values: Values) -> tuple[Tensor, Tensor]:
         """What has to be added to y [..., outputs] for `residual` to be added to the stream, and which tokens reach it

@@ -6,7 +6,7 @@ The rest of the network takes no part: a step costs the site alone, forwards and
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
@@ -93,18 +93,30 @@ def sampled(site: SiteModule, tensors: Iterable[Tensor], wanted: Tensor, counts:
     what that counts.
     """
     given = dict(zip(site.values, tensors, strict=True))
-    heads = site.attend_inputs(*given.values())
-    read: dict[tuple[object, ...], Tensor] = {}  # query, key and value are mostly of the same tokens: kept once
-    parts = []
-    for role, own in zip(ROLES, heads[:3], strict=True):
-        reader, part = getattr(site, role), own
-        if isinstance(reader, ProjectedRead) and site.core.temperature is None and own.shape[1] == reader.heads:
-            tokens = tokens_of(given[site.roles[role]], reader.layout)
-            if len(tokens) == len(own):
-                part = read.setdefault((site.roles[role], reader.layout), tokens)
-        parts.append(part)
-    query, key, value = parts
-    return Sample(query, key, value, heads[3], wanted, counts, len(wanted) // images)
+    tokens = _projected_tokens(site, given)
+    rows = {len(each) for each in tokens.values()}
+    if len(tokens) == len(ROLES) and len(rows) == 1:
+        query, key, value = (tokens[role] for role in ROLES)
+        bias = site.bias(given, len(query), query.dtype)
+    else:
+        *heads, bias = site.attend_inputs(*given.values())
+        both = [(tokens.get(role), own) for role, own in zip(ROLES, heads, strict=True)]
+        query, key, value = (own if each is None or len(each) != len(own) else each for each, own in both)
+    return Sample(query, key, value, bias, wanted, counts, len(wanted) // images)
+
+
+def _projected_tokens(site: SiteModule, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tokens [B, N, C] of the roles whose heads are a projection of them alone; those of several are kept once."""
+    read: dict[tuple[object, ...], Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for role in ROLES:
+        reader = getattr(site, role)
+        if isinstance(reader, ProjectedRead) and reader.heads == site.heads and site.core.temperature is None:
+            place = site.roles[role], reader.layout
+            if place not in read:
+                read[place] = tokens_of(given[site.roles[role]], reader.layout)
+            found[role] = read[place]
+    return found
 
 
 def output(site: SiteModule, sample: Sample) -> Tensor:
@@ -229,7 +241,8 @@ class _Descent:
         for parameter in parameters:
             parameter.requires_grad_(True)
         self.rates = _rates(parameters)
-        self.optimizer = torch.optim.Adam([{"params": [each]} for each in parameters], eps=LEAST_GRADIENT)
+        groups = [{"params": [each]} for each in parameters]
+        self.optimizer = torch.optim.Adam(groups, eps=LEAST_GRADIENT, fused=True)
         self.done, self.scale = 0, 0.0
 
     def through(self, sample: Sample, steps: int) -> None:

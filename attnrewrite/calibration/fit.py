@@ -179,7 +179,7 @@ def _samples(point: Point, teacher: Segments, student: Segments, weights: Import
 def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:
     stream = teacher.node(point.stream.name)
     needs = {point.node, point.stream, *point.node.all_input_nodes}
-    needs |= set() if point.branch is None else point.branch.reads
+    needs |= set() if point.branch is None else point.branch.operands
     stop = student.order[point.stream] + 1
     for (index, wanted), (_, values) in zip(teacher.run(stop, {stream}), student.run(stop, needs), strict=True):
         counts = None if point.branch is None else weights.of(point.node.name, index)

@@ -21,7 +21,6 @@ from torch.fx.node import map_arg
 from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.cuts import Cuts
 from attnrewrite.calibration.processes import Processes
-from attnrewrite.calibration.segments import Values
 from attnrewrite.calibration.store import InMemory, Store
 from attnrewrite.images.pool import Pool, first_tensor
 
@@ -29,6 +28,7 @@ DRAWS = 1  # of directions for each image: for a closed form a weight need not b
 FINE_DRAWS = 2  # where blocks are trained a few images at a time, or forms compared by small differences
 EVEN = 0.1  # added to weights of mean one: the fit stays sane where the answer is not read, and sees more samples
 
+Values = dict[Node, Any]
 Gradients = dict[str, Tensor]  # a node's name -> d answer / d its value, for one direction
 
 

@@ -139,7 +139,7 @@ class _Target:
     def of(self, batch: int) -> dict[str, tuple[Tensor, Tensor]]:
         """For each branch the stream behind it, and what each element of that counts."""
         ends = self.window.ends
-        needs = {node for branch in ends.values() for node in (branch.node, branch.stream, *branch.reads)}
+        needs = {node for branch in ends.values() for node in (branch.node, branch.stream, *branch.operands)}
         values = self.teacher.at(batch, self.window.stop, frozenset(needs))
         return {
             name: (values[branch.stream], branch.spread(self.weights.of(branch.node.name, batch), values))

@@ -7,6 +7,7 @@ residual stream of every image, waits in a store; the rest is one batch.
 
 import operator
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,17 @@ from attnrewrite.images.pool import Pool
 from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.variants.base import Heads
 
-Values = dict[Node, Any]
+
+@dataclass(frozen=True)
+class Attended:
+    """The outputs of the heads of the rewritten site that `node` calls, which its output projection reads: a value
+    that the graph does not name.
+    """
+
+    node: Node
+
+
+Values = dict[Node | Attended, Any]
 
 
 class Segments:
@@ -40,7 +51,7 @@ class Segments:
         self.nodes, self.order = self.cuts.nodes, self.cuts.order
         self.position = 0
         self._store = InMemory() if store is None else store
-        self._rest: dict[int, Values] = {}
+        self._rest: dict[int, dict[Node, Any]] = {}
         self._places = [node for node in self.nodes if node.op == "placeholder"]
 
     def __enter__(self) -> "Segments":
@@ -66,7 +77,7 @@ class Segments:
         """What a get_attr node reads."""
         return operator.attrgetter(str(node.target))(self.module)
 
-    def run(self, stop: int, needs: Collection[Node]) -> Iterator[tuple[int, Values]]:
+    def run(self, stop: int, needs: Collection[Node | Attended]) -> Iterator[tuple[int, Values]]:
         """For each batch of this process, its number and the values of `needs`, having run the nodes from here up to
         `stop`. Nothing is stored.
         """
@@ -85,29 +96,39 @@ class Segments:
             return
         for index in self.mine:
             values = self.at(index, stop, frozenset(keep))
-            wanted = {n: v for n, v in values.items() if self.cuts.last_use[n] >= stop or n in keep}
-            self._keep(index, wanted)
+            standing = {node: value for node, value in values.items() if isinstance(node, Node)}
+            self._keep(index, {n: v for n, v in standing.items() if self.cuts.last_use[n] >= stop or n in keep})
         self.position = stop
 
-    def at(self, index: int, stop: int, needs: frozenset[Node]) -> Values:
+    def at(self, index: int, stop: int, needs: frozenset[Node | Attended]) -> Values:
         """The values of `needs` and what is live at `stop` for one batch, from here on; they have gradients by the
         module's parameters where those are on. Nothing is stored.
         """
         interpreter = Interpreter(self.module, garbage_collect_values=False)
-        interpreter.env = values = self._kept(index)
+        values = self._kept(index)
+        interpreter.env = values  # type: ignore[assignment]  # it looks up nodes alone
         for at in range(self.position, stop):
             node = self.nodes[at]
-            if node not in values:
+            if Attended(node) in needs:
+                values |= self._attended(node, values)
+            elif node not in values:
                 values[node] = interpreter.run_node(node)
             for operand in (node, *node.all_input_nodes):
                 if self.cuts.last_use[operand] <= at and operand not in needs:
                     values.pop(operand, None)
         return values
 
-    def _keep(self, index: int, values: Values) -> None:
+    def _attended(self, node: Node, values: Values) -> Values:
+        """What the rewritten site that `node` calls gives, and its heads before the output projection."""
+        site = rewritten_site(self.module, node)
+        assert site is not None, f"{node.name} calls no rewritten site"
+        heads = site.attend(*(values[argument] for argument in node.args))  # type: ignore[index]
+        return {Attended(node): heads, node: site.output(heads)}
+
+    def _keep(self, index: int, values: dict[Node, Any]) -> None:
         """Tensors go to the store, sizes stay; parameters are neither: they may change, and are read anew."""
         tensors: dict[str, Tensor] = {}
-        rest: Values = {}
+        rest: dict[Node, Any] = {}
         for node, value in values.items():
             if node.op == "get_attr":
                 continue

@@ -23,6 +23,8 @@ CHOOSING_SHARE = 5  # one image in five chooses among ridges, and is fitted to w
 LEAST_CHOOSING = 16  # where there are so many
 FEW_PIECES = (1, 2, 4)  # to differentiate in, where there is room: all but the last go forwards twice,
 ENOUGH = 8  # for so many images at once: fewer take longer
+STREAM_AT_ONCE = 5 * 2**20  # bytes of a batch's stream on a processor: where an MLP's, four times as many, are more
+# than 32 MiB, they come from the system, page by page, at every operation
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ class Workplace:
             InputError: memory has no room for one image, or the disk none for all of them.
         """
         pool, device = _divided(given.images, times, choosing_times), given.processes.device
-        stream = len(pool.images) * _widest(given.student, points)
+        widest = _widest(given.student, points)
+        if device == "cpu" and not pool.filled:
+            pool = replace(pool, batch_size=min(pool.batch_size, max(1, STREAM_AT_ONCE // max(1, widest))))
+        stream = len(pool.images) * widest
         mine = streams * stream // given.processes.size
         on_disk = mine > room(given.execution, device) // 2
         if on_disk:

@@ -190,7 +190,8 @@ def test_a_sample_gives_what_the_site_gives_in_its_graph(kind: str) -> None:
     assert branch.site is not None
     with Segments(given.student, given.images, given.processes) as student:
         stop = student.order[branch.stream] + 1
-        for _, values in student.run(stop, {branch.node, branch.stream, *branch.reads}):
+        needs = {branch.node, branch.stream, *branch.node.all_input_nodes, *branch.reads}
+        for _, values in student.run(stop, needs):
             wanted = F.linear(branch.inputs(values), branch.weight, branch.bias)
             torch.testing.assert_close(branch.outputs(values[branch.node]), wanted, rtol=0, atol=1e-6)
             tensors = [values[argument] for argument in branch.node.args]  # type: ignore[index]

@@ -19,8 +19,15 @@ class LeastSquares:
         self.moment: Tensor | None = None
         self.energy = 0.0
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        self._add(gram(x).double(), (x.transpose(-2, -1) @ y).double(), float(y.double().square().sum()))
+    def add(self, x: Tensor, y: Tensor, last: Tensor | None = None) -> None:
+        """Add samples; `last` [..., samples] is one more column behind those of x, which need not be copied for it."""
+        own, moment = gram(x), x.transpose(-2, -1) @ y
+        if last is not None:
+            column = last.unsqueeze(-1)
+            beside, corner = x.transpose(-2, -1) @ column, column.transpose(-2, -1) @ column
+            own = torch.cat([torch.cat([own, beside], -1), torch.cat([beside.transpose(-2, -1), corner], -1)], -2)
+            moment = torch.cat([moment, column.transpose(-2, -1) @ y], -2)
+        self._add(own.double(), moment.double(), float(y.double().square().sum()))
 
     def add_statistics(self, gram: Tensor, moment: Tensor, energy: float = 0.0) -> None:
         """Add x^T x, x^T y and the sum of y^2, computed elsewhere."""
