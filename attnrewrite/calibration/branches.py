@@ -41,12 +41,14 @@ class Branch:
     """y = x W^T + b at `node`, moved and scaled along `path`, then added to the stream at `stream`.
 
     `axis` is the one that the map works on: the last of tokens, the first after the batch where a convolution of one
-    pixel is the map. Where nothing adds (no residual connection), `stream` is `node` itself.
+    pixel is the map. `beside` is what it is added to; where nothing adds (no residual connection), that is None, and
+    `stream` is `node` itself.
     """
 
     node: Node
     path: tuple[Step, ...]
     stream: Node
+    beside: Node | None
     weight: Tensor
     bias: Tensor | None
     site: SiteModule | None
@@ -87,6 +89,13 @@ class Branch:
         """The energy of each row of a value at `node`, in the order of `inputs`: [samples]."""
         return self.outputs(y).square().sum(-1).flatten()
 
+    def by_token(self, rows: Tensor) -> Tensor:
+        """A number for each row of a site's map, as [batch, tokens]."""
+        assert self.site is not None
+        assert isinstance(self.site.output, ProjectedWrite)
+        layout = self.site.output.layout
+        return rows.reshape(layout.count(layout.batch), layout.count(layout.tokens))
+
     def spread(self, rows: Tensor, values: Values) -> Tensor:
         """A number for each row, in the order of `inputs`, as what to multiply a value at `stream` with: zero where no
         row reaches it.
@@ -103,19 +112,19 @@ class Branch:
         [samples]. Tokens that never reach the stream (padding) count nothing.
         """
         x = self.inputs(values)
-        target, reaches = self.targets(x, residual, values)
+        target, reaches = self.targets(x[..., 0], residual, values)
         root = weights.sqrt() * reaches.flatten()
         columns, target = (each.flatten(0, -2) * root.unsqueeze(1) for each in (x, target))
         return columns, target, None if self.bias is None else root
 
-    def targets(self, x: Tensor, residual: Tensor, values: Values) -> tuple[Tensor, Tensor]:
-        """What has to be added to y [..., outputs] for `residual` to be added to the stream, and which tokens reach it
-        [...], which are as many as the inputs x [..., inputs], or outputs.
+    def targets(self, rows: Tensor, residual: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+        """What y [..., outputs] has to be, or what is to be added to it, for `residual` to be added to the stream, and
+        which tokens reach it; `rows` is a tensor [...] of as many tokens.
 
         The path P only moves and scales, so that P^T P is diagonal: the pseudo-inverse is P^T r / P^T P 1.
         """
         with torch.enable_grad():
-            ones = x.new_ones(*x.shape[:-1], self.weight.shape[0]).requires_grad_()
+            ones = rows.new_ones(*rows.shape, self.weight.shape[0]).requires_grad_()
             moved = self._move(ones, values)
             (back,) = torch.autograd.grad(moved, ones, residual, retain_graph=True)
             (gain,) = torch.autograd.grad(moved, ones, moved.detach())
@@ -163,13 +172,12 @@ def branches(module: GraphModule) -> Iterator[Branch]:
         site = rewritten_site(module, node)
         begun = begun or site is not None
         if site is not None and isinstance(site.output, ProjectedWrite):
-            path, stream = _way_to_stream(node, varying)
-            yield Branch(node, path, stream, site.output.weight, site.output.bias, site)
+            yield Branch(node, *_way_to_stream(node, varying), site.output.weight, site.output.bias, site)
         elif begun and (tensors := _map_parameters(module, node)):
-            path, stream = _way_to_stream(node, varying)
-            if stream is not node:
+            path, stream, beside = _way_to_stream(node, varying)
+            if beside is not None:
                 axis = -1 if _operation(node) == "linear" else 1
-                yield Branch(node, path, stream, *tensors, None, axis)
+                yield Branch(node, path, stream, beside, *tensors, None, axis)
 
 
 def _varying(module: GraphModule) -> set[Node]:
@@ -203,8 +211,10 @@ def _one_pixel(node: Node, weight: Tensor) -> bool:
     return list(weight.shape[2:]) == [1, 1] and whole and options.get("groups", 1) in (1,)
 
 
-def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], Node]:
-    """The steps from `node` to the addition that takes it into the stream; no steps and `node` where there is none."""
+def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], Node, Node | None]:
+    """The steps from `node` to the addition that takes it into the stream, that addition, and what it is added to; no
+    steps, `node` and None where there is none.
+    """
     path: list[Step] = []
     current = node
     while len(current.users) == 1:
@@ -214,13 +224,13 @@ def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], No
         if list(following.args).count(current) != 1:
             break
         if kind == "add" and not following.kwargs and any(operand in varying for operand in operands):
-            return tuple(path), following
+            return tuple(path), following, operands[0]
         scales = kind == "mul" and not any(operand in varying for operand in operands)
         if not (scales or (kind in _MOVES and following.args[0] is current)):
             break
         path.append(Step(following, current))
         current = following
-    return (), node
+    return (), node, None
 
 
 def _operation(node: Node) -> str:

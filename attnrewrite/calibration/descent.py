@@ -83,9 +83,13 @@ class Sample:
         return self._mapped(lambda part: None if part is None else wide(part))
 
     def _mapped(self, change: Callable[[Tensor | None], Tensor | None]) -> "Sample":
-        names = (each.name for each in fields(self) if each.name != "per_image")
-        parts: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
-        return replace(self, **parts)
+        """What is one tensor stays one."""
+        parts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "per_image"}
+        changed: dict[int, Any] = {}
+        for part in parts.values():
+            if id(part) not in changed:
+                changed[id(part)] = change(part)
+        return replace(self, **{name: changed[id(part)] for name, part in parts.items()})
 
 
 def sampled(site: SiteModule, tensors: Iterable[Tensor], wanted: Tensor, counts: Tensor, images: int) -> Sample:
@@ -207,8 +211,8 @@ class _Stream:
             part = self.batch.rows(slice(rows - done))
             self.batch = self.batch.rows(slice(rows - done, None))
             if not whole:
-                places = [_place(own) for own in part.tensors]
-                first = [places.index(place) for place in places]
+                same = [id(own) for own in part.tensors]
+                first = [same.index(each) for each in same]
                 whole = {index: part.tensors[index].new_empty(rows, *part.tensors[index].shape[1:]) for index in first}
             for index, together in whole.items():
                 together[done : done + len(part.wanted)] = part.tensors[index]
@@ -216,10 +220,6 @@ class _Stream:
             done += len(part.wanted)
         query, key, value, wanted, counts = (whole[index] for index in first)
         return replace(part, query=query, key=key, value=value, bias=_joined_bias(biases), wanted=wanted, counts=counts)
-
-
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _joined_bias(given: list[tuple[Tensor | None, int]]) -> Tensor | None:

@@ -177,12 +177,14 @@ def _samples(point: Point, teacher: Segments, student: Segments, weights: Import
 
 
 def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:
-    stream = teacher.node(point.stream.name)
-    needs = {point.node, point.stream, *point.node.all_input_nodes}
-    needs |= set() if point.branch is None else point.branch.operands
-    stop = student.order[point.stream] + 1
-    for (index, wanted), (_, values) in zip(teacher.run(stop, {stream}), student.run(stop, needs), strict=True):
-        counts = None if point.branch is None else weights.of(point.node.name, index)
+    stream, branch = teacher.node(point.stream.name), point.branch
+    needs = set(point.node.all_input_nodes)
+    if branch is not None:
+        needs |= branch.operands if branch.beside is None else {*branch.operands, branch.beside}
+    stop = 1 + max(map(student.order.__getitem__, needs))
+    past = teacher.run(teacher.order[stream] + 1, {stream})
+    for (index, wanted), (_, values) in zip(past, student.run(stop, needs), strict=True):
+        counts = None if branch is None else weights.of(point.node.name, index)
         yield _sample(point, wanted[stream], values, counts, student.images.size_of(index))
 
 
@@ -199,10 +201,10 @@ def _sample(point: Point, wanted: Tensor, values: Values, counts: Tensor | None,
         assert isinstance(site.output, Write)
         heads = read(wanted, site.output.layout).transpose(1, 2).flatten(2)
         return descent.sampled(site, tensors, heads, heads.new_ones(heads.shape[:2]), images)
-    y = branch.outputs(values[point.node])
-    target, reaches = branch.targets(y, wanted - values[point.stream], values)
-    flattened = counts.reshape(reaches.shape).pow(descent.FLATTENED) * reaches
-    return descent.sampled(site, tensors, y + target, flattened, images)
+    rows = branch.by_token(counts)
+    added = wanted if branch.beside is None else wanted - values[branch.beside]
+    target, reaches = branch.targets(rows, added, values)
+    return descent.sampled(site, tensors, target, rows.pow(descent.FLATTENED) * reaches, images)
 
 
 def _teacher_site(teacher: Segments, name: str) -> SiteModule:
