@@ -224,6 +224,8 @@ def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], No
         if list(following.args).count(current) != 1:
             break
         if kind == "add" and not following.kwargs and any(operand in varying for operand in operands):
+            if _shape(following) != _shape(current):  # one row for several tokens of the stream
+                break
             return tuple(path), following, operands[0]
         scales = kind == "mul" and not any(operand in varying for operand in operands)
         if not (scales or (kind in _MOVES and following.args[0] is current)):
@@ -231,6 +233,10 @@ def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], No
         path.append(Step(following, current))
         current = following
     return (), node, None
+
+
+def _shape(node: Node) -> tuple[str, ...]:
+    return tuple(map(str, getattr(node.meta.get("val"), "shape", ())))
 
 
 def _operation(node: Node) -> str:

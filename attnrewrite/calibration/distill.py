@@ -51,11 +51,14 @@ class Distillation:
 
 
 def with_values(module: GraphModule, names: Collection[str]) -> GraphModule:
-    """`module` with the values called `names` beside its output: (output, values). Parameters are shared."""
+    """`module` with the values called `names`, in that order, beside its output: (output, values). Parameters are
+    shared.
+    """
     graph = torch.fx.Graph()
     copies: dict[Node, Node] = {}
     output = graph.graph_copy(module.graph, copies)
-    graph.output((output, [copy for node, copy in copies.items() if node.name in names]))
+    by_name = {node.name: copy for node, copy in copies.items()}
+    graph.output((output, [by_name[name] for name in names]))
     graph.set_codegen(torch.fx.graph.CodeGen())
     return GraphModule(module, graph)
 

@@ -239,7 +239,7 @@ def _back_off(
     Ever more at a time, then by halves between: a few looks at the held-out images, however many points there are.
     """
     after = distance(given)
-    if after.loss <= before.loss:
+    if after.loss <= before.loss or not math.isfinite(before.loss):
         return len(undo), after
     redo = [point.undo() for point in points]
 
@@ -250,7 +250,7 @@ def _back_off(
         return distance(given) if count else before
 
     too_many, step = len(undo), 1
-    while left(kept := max(too_many - step, 0)).loss > before.loss:
+    while not left(kept := max(too_many - step, 0)).loss <= before.loss:  # a loss that is no number is no less
         too_many, step = kept, 2 * step
     while too_many - kept > 1:
         middle = (kept + too_many) // 2

@@ -6,32 +6,42 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnrewrite.images.dataset import Images, Pixels
-from attnrewrite.images.preprocessing import Preprocessing, Size
+from attnrewrite.images.preprocessing import Preprocessing, Size, is_channels_last
 
 
 def moved(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Half of them mirrored; all moved by up to an eighth of their size, the edge repeated."""
+    """Images [B, C, H, W] or [B, H, W, C], of any type, half of them mirrored; all moved by up to an eighth of their
+    size, the edge repeated.
+    """
+    if is_channels_last(images.shape):
+        return moved(images.permute(0, 3, 1, 2), generator).permute(0, 2, 3, 1)
     mirror = torch.rand(len(images), generator=generator) < 0.5
     images = torch.where(mirror[:, None, None, None], images.flip(3), images)
-    reach = [size // 8 for size in images.shape[2:]]
-    padded = nn.functional.pad(images, (reach[1], reach[1], reach[0], reach[0]), mode="replicate")
-    rows, columns = (torch.randint(2 * r + 1, (len(images),), generator=generator).tolist() for r in reach)
-    height, width = images.shape[2:]
-    return torch.stack([p[:, i : i + height, j : j + width] for p, i, j in zip(padded, rows, columns, strict=True)])
+    rows, columns = (_shifts(size, len(images), generator) for size in images.shape[2:])
+    return torch.stack([image[:, i][:, :, j] for image, i, j in zip(images, rows, columns, strict=True)])
+
+
+def _shifts(size: int, count: int, generator: torch.Generator) -> Tensor:
+    """For each of `count` images, which of `size` places each place shows: [count, size]."""
+    reach = size // 8
+    shifts = torch.randint(2 * reach + 1, (count,), generator=generator) - reach
+    return (torch.arange(size) + shifts[:, None]).clamp(0, size - 1)
 
 
 def pasted(images: Tensor, generator: torch.Generator) -> Tensor:
     """Each with a part of another of them over the same place: a rectangle of the image's own form, which covers any
-    share of it, all equally likely (Yun et al. 2019, CutMix, equation 2 with alpha 1).
+    share of it, all equally likely (Yun et al. 2019, CutMix, equation 2 with alpha 1). [B, C, H, W] or [B, H, W, C].
     """
     others = images[torch.randperm(len(images), generator=generator)]
     return _pasted(images, others, generator)
 
 
 def _pasted(images: Tensor, others: Tensor, generator: torch.Generator) -> Tensor:
+    if is_channels_last(images.shape):
+        return _pasted(images.permute(0, 3, 1, 2), others.permute(0, 3, 1, 2), generator).permute(0, 2, 3, 1)
     sides = torch.rand(len(images), generator=generator).sqrt().tolist()
     found = images.clone()
     for image, other, side in zip(found, others, sides, strict=True):

@@ -48,6 +48,32 @@ def test_every_residual_branch_is_found_and_its_map_recovered(kind: str) -> None
     assert distance(given).error < 1e-8
 
 
+class Contexts(nn.Module):
+    """Two blocks of attention; what each adds beside it is the same for all tokens of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Conv2d(3, WIDTH, 2, 2), nn.Linear(WIDTH, 5)
+        self.first, self.second, self.context = Attention(), Attention(), nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        x = x + self.first(x)
+        x = x + self.context(x.mean(1, keepdim=True))
+        x = x + self.second(x)
+        return self.head((x + self.other(x.mean(1))[:, None]).mean(1))
+
+
+def test_a_map_whose_rows_reach_several_tokens_each_is_no_branch() -> None:
+    given = calibration("contexts", get_variant("l1"), model=Contexts())
+    assert [branch.site is not None for branch in branches(given.student)] == [True, True]
+    before = distance(given)
+    (report,) = run(given, (Fit(),))
+    assert report.error_after <= before.error
+
+
 @pytest.mark.parametrize("variant", ["l1", "polynomial", "relu-linear", "mobile", "separable", "additive"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fit_brings_every_form_closer(kind: str, variant: str) -> None:
@@ -165,15 +191,16 @@ def test_a_fit_that_makes_the_output_worse_is_taken_back() -> None:
     assert distance(given).loss == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.parametrize("bad", [1.0, float("nan")])
 @pytest.mark.parametrize("good", range(4))
-def test_as_many_fits_stay_as_make_the_output_no_worse(good: int) -> None:
+def test_as_many_fits_stay_as_make_the_output_no_worse(good: int, bad: float) -> None:
     given = calibration("pre-norm", get_variant("softmax"))
     points = fit_points(given.student)
     undo = [point.undo() for point in points]
     for number, point in enumerate(points):  # the first ones change nothing, each later one makes it worse
         if number >= good:
             assert point.branch is not None
-            point.branch.change(torch.ones(point.branch.weight.shape[1] + 1, point.branch.weight.shape[0]))
+            point.branch.change(torch.full((point.branch.weight.shape[1] + 1, point.branch.weight.shape[0]), bad))
     kept, after = _back_off(given, points, undo, Distance(1e-9, 1e-9, 100.0))
     assert kept == good
     assert distance(given).loss == pytest.approx(0, abs=1e-9)

@@ -1,13 +1,16 @@
 """Images that come again, moved, and parts of them over others."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
-from attnrewrite.images.augment import Varied, pasted, repeated
+from attnrewrite.images.augment import Varied, moved, pasted, repeated
 from attnrewrite.images.dataset import Images, load_images
 from attnrewrite.images.preprocessing import Preprocessing
 
@@ -99,3 +102,18 @@ def test_each_has_a_rectangle_of_another_at_the_same_place() -> None:
     assert len(shares) > 0.9 * count  # the others' are too small for a pixel
     assert np.quantile(shares, (0.25, 0.75)) == pytest.approx((0.25, 0.75), abs=0.15)
     torch.testing.assert_close(found, pasted(images, torch.Generator().manual_seed(3)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
+@pytest.mark.parametrize("change", [moved, pasted])
+def test_channels_may_come_last_whatever_the_type(change: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    first = torch.from_numpy(PIXELS).permute(0, 3, 1, 2).to(dtype)
+    expected, found = (change(each, torch.Generator().manual_seed(4)) for each in (first, first.permute(0, 2, 3, 1)))
+    assert not torch.equal(expected, first)
+    torch.testing.assert_close(found.permute(0, 3, 1, 2), expected, rtol=0, atol=0)
+
+
+def test_copies_for_a_model_of_channels_last_are_those_of_any_other() -> None:
+    again = repeated(KINDS["uint8"], PARTS).x
+    last = again.read(replace(PLAIN, channels_last=True), SIZE)
+    torch.testing.assert_close(last.permute(0, 3, 1, 2), again.read(PLAIN, SIZE), rtol=0, atol=0)
