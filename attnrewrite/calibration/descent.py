@@ -78,6 +78,9 @@ class Sample:
 
         return self._mapped(own)
 
+    def to(self, device: str) -> "Sample":
+        return self._mapped(lambda part: None if part is None else part.to(device))
+
     def widened(self) -> "Sample":
         """In a precision to descend in."""
         return self._mapped(lambda part: None if part is None else wide(part))

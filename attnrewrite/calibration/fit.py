@@ -159,7 +159,7 @@ def teacher_heads(teacher: Segments, name: str) -> Iterator[Heads]:
     for index in range(teacher.count):
         owner = index % teacher.processes.size
         own = site_heads(site, node, next(mine)[1]) if owner == teacher.processes.rank else None
-        heads: Heads = teacher.processes.from_owner(own, owner)
+        heads: Heads = teacher.processes.from_owner(own, owner).to(teacher.processes.device)
         most = max(1, REFINED_TOKENS // heads.query.shape[2])
         yield heads.rows(most - rows)
         rows += len(heads.query)
@@ -173,7 +173,7 @@ def _samples(point: Point, teacher: Segments, student: Segments, weights: Import
     for index in range(student.count):
         owner = index % student.processes.size
         sample = next(mine) if owner == student.processes.rank else None
-        yield student.processes.from_owner(sample, owner)
+        yield student.processes.from_owner(sample, owner).to(student.processes.device)
 
 
 def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:

@@ -28,7 +28,7 @@ class Processes:
                 dist.all_reduce(tensor)
 
     def from_owner(self, value: Any, owner: int) -> Any:
-        """The `value` that process `owner` gives: tensors of any kind, numbers, None."""
+        """The `value` that process `owner` gives: tensors of any kind, on its device, numbers, None."""
         if self.size == 1:
             return value
         box = [value]

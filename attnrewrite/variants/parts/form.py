@@ -31,6 +31,10 @@ class Heads(NamedTuple):
         bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[:count]
         return Heads(self.query[:count], self.key[:count], self.value[:count], bias)
 
+    def to(self, device: str) -> "Heads":
+        query, key, value, bias = (part if part is None else part.to(device) for part in self)
+        return Heads(query, key, value, bias)  # type: ignore[arg-type]
+
 
 class Form(nn.Module):
     """An attention form: (query [B, H, N, d], key [B, H, M, d], value [B, H, M, e], bias) -> [B, H, N, e].
