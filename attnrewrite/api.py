@@ -10,25 +10,22 @@ from rich.console import Group
 from torch import Tensor, nn
 
 from attnrewrite.conversion.convert import convert_source
-from attnrewrite.conversion.record import Conversion, deployed
+from attnrewrite.conversion.loading import Model, examine, load, load_beside
+from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import planned_sites, site_facts
-from attnrewrite.errors import InputError, Refusal, required, told, unknown_name, whole_number
+from attnrewrite.errors import InputError, Refusal, refuse_given, required, told, whole_number
 from attnrewrite.evaluation import records
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.compare import CompareModel, compare_models
 from attnrewrite.files import as_path
 from attnrewrite.frontends.answers import says_classes
 from attnrewrite.frontends.batches import any_batch, fixed_batch, require_pictures, runnable
-from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.examples import one_image
-from attnrewrite.frontends.sources import Source, examine_onnx, load_source
+from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, Inputs, load_images
 from attnrewrite.outputs import staged, write_file
 from attnrewrite.pages.comparison import comparison_page, comparison_table
 from attnrewrite.passes.original import require_numbers
-from attnrewrite.patterns.fx.graph import FxGraph
-from attnrewrite.patterns.graph import GraphView
-from attnrewrite.patterns.matcher import scan
 from attnrewrite.request import MOST_IMAGES, Budget, Calibration, Execution, Progress, names, thread_count
 from attnrewrite.selection.problem import requested
 from attnrewrite.site import Scan
@@ -38,8 +35,6 @@ from attnrewrite.targets.record import is_package
 from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, variants
 
-Model = Any  # an nn.Module, an ExportedProgram, a Source, a Conversion, or a string or path that names a model
-HOW = ("checkpoint", "input_size", "mean", "std")  # what `how` may hold
 Data = str | Path | Images | Iterable[Tensor]
 
 
@@ -52,16 +47,6 @@ def explain(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **h
         InputError: the model cannot be loaded or captured.
     """
     return examine(source, example_inputs, **how)[1]
-
-
-def examine(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> tuple[GraphView, Scan]:
-    """What `explain` says, beside the graph that it was found in. Raises as `explain` does."""
-    if isinstance(source, str | Path) and Path(source).suffix == ".onnx" and "://" not in str(source):
-        return examine_onnx(Path(source), how.get("input_size"), how.get("checkpoint"))
-    loaded = _load(source, example_inputs, **how)
-    captured = capture(loaded.name, loaded.model or loaded.program, loaded.example_inputs)  # type: ignore[arg-type]
-    graph = FxGraph(captured.module)
-    return graph, scan(graph, loaded.name)
 
 
 def supported(found: Scan) -> dict[str, dict[str, Refusal | None]]:
@@ -122,7 +107,7 @@ def convert(
     request = Calibration(calibration, samples, steps)
     execution = Execution(seed, threads, progress, state, memory)  # type: ignore[arg-type]
     chosen = requested(variant, options, budget, calibrated=calibration is not None)
-    return convert_source(_load(source, example_inputs, **how), chosen, request, execution, keep, keep_bad)
+    return convert_source(load(source, example_inputs, **how), chosen, request, execution, keep, keep_bad)
 
 
 def evaluate(
@@ -143,7 +128,7 @@ def evaluate(
     Raises:
         InputError: a model or the data cannot be used.
     """
-    loaded = _sound(_load(source, None, **how))
+    loaded = _sound(load(source, None, **how))
     reference = _original(source, loaded, original)
     require_pictures(loaded)
     modules = {loaded.name: any_batch(loaded)}
@@ -210,10 +195,11 @@ def lower(
     )  # fmt: skip
     count = 1 if threads is None else thread_count(threads)
     if is_package(source):
+        refuse_given("a package is laid out as it is", example_inputs=example_inputs, **how)
         return _laid_out(Path(source), chosen, out, force, data)
     chosen.require_answers(data)
     images = None if data is None else load_images(data)
-    loaded = _sound(_load(source, example_inputs, **how))
+    loaded = _sound(load(source, example_inputs, **how))
     module = runnable(loaded)
     inputs, preprocessing = _one_call(loaded, module), loaded.preprocessing
     if chosen.takes_pictures:
@@ -231,7 +217,7 @@ def lower(
             made = chosen.lower(loaded.name, module, inputs, folder, threads=count)
             made = replace(made, preprocessing=preprocessing)
             measured = {} if images is None else _measured(
-                loaded, module, chosen.answers(made, module, inputs), made, images, progress
+                loaded, module, chosen.answers(made, module, inputs), made, images, len(inputs[0]), progress
             )  # fmt: skip
             notes = (*made.notes, *filter(None, [chosen.answers_note if measured else ""]))
             artifact = recorded(replace(made, measured=measured, notes=notes), folder)
@@ -259,12 +245,13 @@ def _measured(
     answers: Callable[[Tensor], Tensor],
     artifact: Artifact,
     images: Images,
+    batch: int,
     progress: Progress | None,
 ) -> dict[str, dict[str, Any]]:
-    """How the model and the artifact made of it do on images, one by one, and how often they agree."""
+    """How the model and the artifact made of it do on images, `batch` at a time, and how often they agree."""
     modules: dict[str, Callable[[Tensor], Any]] = {"model": module, "artifact": answers}
     found = evaluate_modules(
-        modules, images, artifact.preprocessing, input_size=loaded.input_size, reference="model", batch_size=1,
+        modules, images, artifact.preprocessing, input_size=loaded.input_size, reference="model", batch_size=batch,
         progress=progress,
     )  # fmt: skip
     found = found if says_classes(loaded, images) else _without_agreement(found)
@@ -325,7 +312,7 @@ def compare(
     count = 1 if threads is None else thread_count(threads)
     compared = {}
     for name, model in required("models", models, Mapping).items():
-        loaded = _sound(_load(model, example_inputs, **how))
+        loaded = _sound(load_beside(model, models.values(), example_inputs, **how))
         if data is not None:
             require_pictures(loaded)
         module, free = runnable(loaded), None if data is None else any_batch(loaded)
@@ -350,17 +337,6 @@ def sites_of(model: Model, loaded: Source) -> tuple[dict[str, Any], ...]:
     return found if loaded.folder is None else planned_sites(loaded.folder, found)
 
 
-def _load(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Source:
-    if isinstance(source, Conversion):
-        name = f"{source.report['model']} ({source.report['variant']})"
-        made = Source(name, deployed(source.module), None, source.example_inputs, source.preprocessing, source.origin)
-        return made if made.origin is None else replace(made, labels=made.origin.labels)
-    for name in how:
-        if name not in HOW:
-            raise unknown_name("keyword", name, HOW)
-    return load_source(source, example_inputs, **how)
-
-
 def _sound(source: Source) -> Source:
     """The source. Raises InputError where its weights or its example hold no numbers."""
     require_numbers(source.name, source.tensors, source.example_inputs)
@@ -370,7 +346,7 @@ def _sound(source: Source) -> Source:
 def _original(source: Model, loaded: Source, original: Model | None) -> Source | None:
     """What a model is held against: what is given, or what it was converted from."""
     if original is not None:
-        return _load(original)
+        return load(original)
     if isinstance(source, Conversion):
         return Source(str(source.report["model"]), source.original, None, source.example_inputs, source.preprocessing)
     if loaded.folder is None or loaded.origin is None:

@@ -64,6 +64,13 @@ def required(what: str, value: Any, kind: type) -> Any:
     return value
 
 
+def refuse_given(why: str, **given: Any) -> None:
+    """Raise InputError where any of `given` is not None, as `why` says that it would not be heeded."""
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise InputError(f"{why}: leave out {', '.join(named)}")
+
+
 def short(value: object, most: int = 80) -> str:
     """A value as Python writes it, in one line of `most` characters at most."""
     text = " ".join(repr(value).split())

@@ -11,7 +11,7 @@ from pathlib import Path
 from attnrewrite.errors import InputError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -77,7 +77,16 @@ def _machine() -> int | None:
 
 def _control_group() -> int | None:
     try:
-        most, now = (path.read_text().strip() for path in _CGROUP)
-        return None if most == "max" else int(most) - int(now)
+        most, now = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return None if most == "max" else int(most) - int(now) + _kept_of_files()
     except (OSError, ValueError):
         return None
+
+
+def _kept_of_files() -> int:
+    """What the control group holds of files that were read and goes where memory is needed; 0 where it is not told."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("inactive_file ")).split()[1])
+    except (OSError, ValueError, StopIteration, IndexError):
+        return 0

@@ -7,9 +7,9 @@ and what it wrote to temporary files.
 
 With --auto POINTS, `--variant auto --max-drop POINTS` over the published forms on a trained model; else
 random weights and pictures, each model in a process of its own. A forward pass is that of all pictures in eager torch,
-by the same threads in batches of 16, measured on two of them in the same process. Times are those of the processors
-together, so that what else the machine does falls on neither; with a GPU, which calibration uses where there is one,
-forward passes run there, too, and times are those on the clock.
+by the same threads in batches of 16, measured on two of them before and on two after in the same process. Times are
+those of the processors together, so that what else the machine does falls on neither; with a GPU, which calibration
+uses where there is one, forward passes run there, too, and times are those on the clock.
 """
 
 import argparse
@@ -90,6 +90,7 @@ def measured(name: str, pictures: int, variant: str, memory: str | None, threads
         mean=0.5, std=0.25, options={"approximate": True} if variant == "l1" else {},
     )  # fmt: skip
     whole = seconds() - started
+    one = (one + forward_seconds(model, (3, side, side))) / 2
     stages = done.report["calibration"]["stages"]
     clock = "seconds" if GPU else "cpu_seconds"
     rows = [(stage["name"], stage[clock], stage["peak_memory"], stage["spilled"]) for stage in stages]

@@ -1,6 +1,8 @@
 """The Python API given what it cannot use: one error of ours that says what, before any work."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -11,6 +13,7 @@ from tiny_vits import INPUTS, Attention, encoder
 from torch import Tensor, nn
 
 import attnrewrite as ar
+from attnrewrite.frontends.sources import load_source
 
 TOKENS = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
 PICTURES = torch.zeros(9, 3, 16, 16)
@@ -167,6 +170,74 @@ class AtMostTwo(nn.Module):
 class FirstAlone(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x[:1].mean((2, 3))
+
+
+@pytest.fixture(scope="module")
+def done() -> ar.Conversion:
+    return ar.convert(encoder(), INPUTS, variant="l1")
+
+
+OWN = " has its weights and inputs already: leave out "
+READY: dict[str, tuple[dict[str, Any], str]] = {
+    "a typing error": ({"bogus": 3}, "unknown keyword 'bogus': known are checkpoint, input_size, mean, std"),
+    "a near miss": ({"meen": 0.5}, "unknown keyword 'meen': did you mean 'mean'"),
+    "weights": ({"checkpoint": "w.pth"}, f"{OWN}checkpoint$"),
+    "a size": ({"input_size": "3x16x16", "checkpoint": "w.pth"}, f"{OWN}checkpoint, input_size$"),
+    "inputs": ({"example_inputs": INPUTS}, f"{OWN}example_inputs$"),
+    "half of how pictures are read": ({"mean": 0.5}, "--mean without --std"),
+}
+
+
+@pytest.mark.parametrize("case", READY)
+def test_what_a_model_that_is_ready_would_not_heed_is_refused(case: str, done: ar.Conversion) -> None:
+    given, message = READY[case]
+    for model in (done, load_source(encoder(), INPUTS)):
+        for call in (ar.explain, partial(ar.lower, target="host", out="out")):
+            with pytest.raises(ar.InputError, match=message):
+                call(model, **given)
+        with pytest.raises(ar.InputError, match=message):
+            ar.compare({"a": model}, **given)
+
+
+def test_how_pictures_are_read_is_heeded_by_a_conversion(done: ar.Conversion, tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x=np.zeros((4, 16, 16, 3), np.uint8))
+    with pytest.raises(ar.InputError, match="give --mean and --std"):
+        ar.evaluate(done, tmp_path / "d.npz")
+    assert len(ar.evaluate(done, tmp_path / "d.npz", mean=0.5, std=0.5)) == 2
+    with pytest.raises(ar.InputError, match="unknown keyword 'bogus'"):
+        ar.evaluate(done, tmp_path / "d.npz", bogus=3)
+
+
+def test_of_several_models_those_that_are_ready_heed_what_is_theirs(done: ar.Conversion) -> None:
+    """What is given for all may be meant for the others."""
+    found = ar.compare({"model": encoder(), "done": done}, INPUTS, input_size="3x16x16", mean=0.5, std=0.5)
+    assert {row.model for row in found.rows} == {"model", "done"}
+    with pytest.raises(ar.InputError, match=OWN):
+        ar.compare({"one": done, "two": done}, INPUTS)
+
+
+FILES: dict[str, tuple[dict[str, Any], str]] = {
+    "a typing error": ({"inputsize": "3x16x16"}, "unknown keyword 'inputsize': did you mean 'input_size'"),
+    "inputs": ({"example_inputs": INPUTS}, r"m\.onnx says itself what it takes: leave out example_inputs"),
+    "a mean that is none": ({"mean": "x", "std": 1}, "--mean 'x' is not a number"),
+    "weights": ({"checkpoint": "w.pth"}, "takes no --checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_what_a_scan_of_an_onnx_file_would_not_heed_is_refused(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnx", reason="needs onnx")
+    given, message = FILES[case]
+    (tmp_path / "m.onnx").write_text("x")
+    with pytest.raises(ar.InputError, match=message):
+        ar.explain(tmp_path / "m.onnx", **given)
+
+
+def test_what_a_package_would_not_heed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.mlpackage").mkdir()
+    for given in ({"mean": 0.5}, {"example_inputs": INPUTS}):
+        with pytest.raises(ar.InputError, match=f"laid out as it is: leave out {next(iter(given))}"):
+            ar.lower(tmp_path / "m.mlpackage", "coreml-npu", tmp_path / "out", **given)
 
 
 @pytest.mark.parametrize("case", CALLS)

@@ -42,12 +42,17 @@ def test_what_is_held_grows_with_what_is_taken() -> None:
 
 
 def test_a_control_group_limits_what_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, text in (("most", "3000000"), ("now", "1000000")):
+    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    for name, text in (("memory.max", "3000000"), ("memory.current", "1000000")):
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(resources, "_CGROUP", (tmp_path / "most", tmp_path / "now"))
     assert free_memory() == 2000000
-    (tmp_path / "most").write_text("max\n")
-    assert free_memory() > 2000000
+    # What was read of files is kept, and goes where memory is needed.
+    (tmp_path / "memory.stat").write_text("anon 100000\nfile 900000\ninactive_file 600000\nactive_file 300000\n")
+    assert free_memory() == 2600000
+    (tmp_path / "memory.stat").write_text("anon 100000\ninactive_file\n")
+    assert free_memory() == 2000000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory() > 2600000
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc, whose malloc_trim gives memory back")

@@ -95,7 +95,7 @@ def convert_source(
     report |= {} if source.left_out is None else {"left_out": dict(source.left_out)}
     return Conversion(
         replaced.student,
-        _final_plan(found, replaced.selection.standing, replaced.student, captured.module),
+        final_plan(found, replaced.selection.standing, replaced.student, captured.module),
         found,
         report,
         captured.module,
@@ -207,7 +207,7 @@ def _require_float32(captured: Captured, possible: list[AttentionSite]) -> None:
             )
 
 
-def _final_plan(found: Scan, standing: Mapping[str, Variant], student: GraphModule, original: GraphModule) -> Plan:
+def final_plan(found: Scan, standing: Mapping[str, Variant], student: GraphModule, original: GraphModule) -> Plan:
     """The plan that gives `student` again: resolved options, the sites' tensors, and what was refitted around them."""
     modules = rewritten_sites(student)
     placements = tuple(
@@ -218,7 +218,7 @@ def _final_plan(found: Scan, standing: Mapping[str, Variant], student: GraphModu
         if site.id in standing
     )
     before = dict(original.state_dict())
-    inside = tuple(name for name, module in student.named_modules() if module in modules.values())
+    inside = tuple(f"{name}." for name, module in student.named_modules() if module in modules.values())
     changed = {
         name: tensor
         for name, tensor in student.state_dict().items()

@@ -9,6 +9,7 @@ from torch import Tensor
 from attnrewrite.errors import InputError, first_line, unknown_name
 from attnrewrite.evaluation.records import Evaluation
 from attnrewrite.images.dataset import Images
+from attnrewrite.images.pool import first_tensor
 from attnrewrite.images.preprocessing import Preprocessing, Size, format_size
 from attnrewrite.request import Progress
 
@@ -24,7 +25,7 @@ def evaluate_modules(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Evaluation]:
-    """Run `modules` (in evaluation mode; the first of several outputs is the logits [b, classes]) over all images.
+    """Run `modules` (in evaluation mode; the first tensor of the output is the logits [b, classes]) over all images.
 
     Image files are read at `input_size`; arrays and tensors have their own size and need none. Every pass is of exactly
     `batch_size` images (None: 128, or all where there are fewer), the last one filled up, so that a model with a fixed
@@ -47,6 +48,8 @@ def evaluate_modules(
         logits = {name: _logits(name, module, filled)[: len(pixels)] for name, module in modules.items()}
         for name, given in logits.items():
             check_classes(name, given, labels, images)
+            if reference is not None:
+                _require_alike(name, given, reference, logits[reference])
             totals[name].add(given, labels, None if reference in (None, name) else logits[reference])
         done += len(pixels)
         if progress is not None:
@@ -90,15 +93,26 @@ def _logits(name: str, module: Callable[[Tensor], Any], pixels: Tensor) -> Tenso
             f"{name} does not take a batch of {len(pixels)} images of {format_size(pixels.shape[1:])} "
             f"({first_line(error)}): give the batch that it takes (--batch-size), or other images"
         ) from error
-    logits = output[0] if isinstance(output, tuple | list) else output
-    if not isinstance(logits, Tensor) or logits.dim() != 2:
-        shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    try:
+        logits = first_tensor(output)
+    except (TypeError, StopIteration, RecursionError):  # no tensor is in it; a text is made of texts
+        logits = None
+    if logits is None or logits.dim() != 2:
+        shape = type(output).__name__ if logits is None else list(logits.shape)
         raise InputError(
             f"{name} is not a classifier: its output is {shape}, and [images, classes] is needed to evaluate it"
         )
     if len(logits) != len(pixels):
         raise InputError(f"{name} gives {len(logits)} answers for {len(pixels)} images: give the batch that it takes")
     return logits
+
+
+def _require_alike(name: str, logits: Tensor, reference: str, others: Tensor) -> None:
+    if logits.shape != others.shape:
+        raise InputError(
+            f"{name} answers with {logits.shape[1]} classes and {reference} with {others.shape[1]}, and cannot be held "
+            "against it: give models of the same classes, or evaluate each by itself"
+        )
 
 
 def check_classes(name: str, logits: Tensor, labels: Tensor | None, images: Images) -> None:

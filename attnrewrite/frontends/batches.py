@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attnrewrite.errors import InputError, Refusal, first_line
-from attnrewrite.frontends.capture import Captured, capture
+from attnrewrite.frontends.capture import Captured, batch_of, capture, inputs_of
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.preprocessing import Size
 from attnrewrite.passes.copying import without_torch_logs
@@ -117,9 +117,7 @@ def runnable(source: Source) -> nn.Module:
 def fixed_batch(source: Source) -> int | None:
     """The only batch size that a model takes, by a program's signature or as it answers one image and two; or None."""
     if source.program is not None:
-        names = set(source.program.graph_signature.user_inputs)
-        first = next(n for n in source.program.graph.nodes if n.op == "placeholder" and n.name in names)
-        size = first.meta["val"].shape[0] if first.meta["val"].dim() else 1
+        size = batch_of(inputs_of(source.program))
         return None if is_open(size) else int(size)
     example = source.example_inputs
     if not example or not example[0].dim():

@@ -1,5 +1,7 @@
 """From a model to the graph that is rewritten: torch.export, functionalised, batch left open where possible."""
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from keyword import iskeyword
 
@@ -86,11 +88,39 @@ def _require_writable_names(name: str, model: nn.Module | ExportedProgram) -> No
         raise InputError(f"{name} calls a part of it {odd!r}, which no graph can write as Python: rename it")
 
 
+def inputs_of(program: ExportedProgram) -> list[object]:
+    """What the program says of each of its inputs: tensors with their shapes, where they are tensors."""
+    names = set(program.graph_signature.user_inputs)
+    return [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+
+
+def batch_of(inputs: Iterable[object]) -> int | torch.SymInt:
+    """The length of the first axis of the first input that has one: a symbol where any is taken."""
+    return next((value.shape[0] for value in inputs if isinstance(value, Tensor) and value.dim()), 1)
+
+
 def has_open_batch(program: ExportedProgram) -> bool:
     """Whether the program takes any batch size: torch.export settles for one where the model's code does."""
-    names = set(program.graph_signature.user_inputs)
-    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
-    return any(is_open(size) for value in values if isinstance(value, Tensor) for size in value.shape)
+    return is_open(batch_of(inputs_of(program)))
+
+
+def _for_one_size(name: str, program: ExportedProgram, inputs: tuple[Tensor, ...]) -> ExportedProgram:
+    """The program for images of the size of `inputs`, where it leaves more open than how many they are: forms hold to
+    one grid.
+    """
+    tensors = [value for value in inputs_of(program) if isinstance(value, Tensor)]
+    if not any(is_open(size) for tensor in tensors for size in tensor.shape[1:]):
+        return program
+    size = ", ".join("x".join(map(str, tensor.shape[1:])) for tensor in inputs)
+    logging.getLogger("attnrewrite").warning("%s leaves the size of its inputs open, and is read for %s", name, size)
+    module = program.module(check_guards=False)
+    if has_open_batch(program):
+        return export(module, inputs)[0]
+    try:
+        with torch.no_grad(), without_torch_logs():
+            return forget_history(torch.export.export(module, inputs))
+    except Exception as error:  # torch.export raises many kinds
+        raise InputError(f"{name} cannot be read for inputs of {size}: {first_line(error)}; give other ones") from error
 
 
 def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple[Tensor, ...]) -> Captured:
@@ -101,7 +131,7 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
     """
     _require_writable_names(name, model)
     if isinstance(model, ExportedProgram):
-        program, note = model, None
+        program, note = _for_one_size(name, model, example_inputs), None
     else:
         try:
             is_graph = isinstance(model, GraphModule)  # captured in evaluation mode, and stays in it
@@ -109,11 +139,8 @@ def capture(name: str, model: nn.Module | ExportedProgram, example_inputs: tuple
         except InputError as refusal:
             return _traced_on_example(name, model, example_inputs, refusal)
     module = functional_graph(program)
-    inputs = [
-        n.meta["val"] for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
-    ]
-    any_batch = any(is_open(size) for tensor in inputs for size in tensor.shape)
-    fixed = None if any_batch else (int(inputs[0].shape[0]) if inputs and inputs[0].dim() else 1)
+    batch = batch_of(node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder")
+    fixed = None if is_open(batch) else int(batch)
     if fixed is not None and note is None:
         note = "the exported program has a fixed batch size"
     return Captured(name, module, example_inputs, fixed, note)

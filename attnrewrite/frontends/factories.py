@@ -3,7 +3,8 @@
 import ast
 import importlib.util
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,10 @@ from torch import nn
 from attnrewrite.errors import InputError, unknown_name
 from attnrewrite.files import as_path, check_file
 from attnrewrite.frontends.libraries import fixed_seed
+
+# What lay beside the files that were run and is imported, by name; None where two folders have one of that name, so
+# that neither can be given to code that imports it later.
+_BESIDE: dict[str, ModuleType | None] = {}
 
 
 def call_factory(spec: str) -> tuple[Path, str, nn.Module]:
@@ -61,16 +66,51 @@ def _functions(path: Path) -> list[str]:
 
 @contextmanager
 def _importable(path: Path) -> Iterator[ModuleType]:
-    """A module to be filled from `path`; what lies beside the file can be imported, as when Python runs it."""
-    spec = importlib.util.spec_from_file_location(f"attnrewrite_source_{path.stem}", path.absolute())
+    """A module to be filled from `path`; what lies beside the file can be imported, as when Python runs it, and nothing
+    of that name that another file has imported so.
+    """
+    folder = path.absolute().parent
+    name = f"attnrewrite_source_{path.stem}_{zlib.crc32(bytes(folder)):08x}"  # files of two folders may share theirs
+    spec = importlib.util.spec_from_file_location(name, path.absolute())
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling look their module up
-    sys.path.insert(0, str(path.parent.absolute()))
+    sys.modules[name] = module  # dataclasses and pickling look their module up
+    for beside, kept in _BESIDE.items():
+        if kept is not None and sys.modules.get(beside) is kept:
+            del sys.modules[beside]
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
     try:
         yield module
     finally:
-        sys.path.remove(str(path.parent.absolute()))
+        sys.path.remove(str(folder))
+        _keep_beside(folder, before)
+
+
+def _keep_beside(folder: Path, before: Container[str]) -> None:
+    """Leave what was imported right from `folder` since `before`, and from those of earlier files, for code that
+    imports as a model runs: what has a name of its own among them. What is installed below `folder` is not of it.
+    """
+    new = {
+        name
+        for name, module in sys.modules.items()
+        if "." not in name and name not in before and any(Path(place).parent == folder for place in _places(module))
+    }
+    for name in [name for name in sys.modules if name.partition(".")[0] in new]:
+        module = sys.modules.pop(name)
+        other = _BESIDE.get(name, module)
+        _BESIDE[name] = module if other is not None and _places(other) == _places(module) else None
+    for name, kept in _BESIDE.items():
+        if kept is not None:
+            sys.modules.setdefault(name, kept)
+
+
+def _places(module: ModuleType) -> tuple[str, ...]:
+    """The folders of a package, the file of any other module; nothing where it is in no file."""
+    spec = getattr(module, "__spec__", None)
+    if spec is None:
+        return ()
+    return tuple(spec.submodule_search_locations or ((spec.origin,) if spec.has_location else ()))
 
 
 def _located(error: BaseException, path: Path) -> str:

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,12 +17,14 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from attnrewrite.errors import InputError, first_line, unknown_name
-from attnrewrite.files import as_path, check_file, read_json
+from attnrewrite.errors import InputError, first_line, refuse_given, unknown_name
+from attnrewrite.files import as_path, read_json
+from attnrewrite.frontends.capture import inputs_of
 from attnrewrite.frontends.checkpoints import SUFFIXES, load_checkpoint, read_program
 from attnrewrite.frontends.examples import TEXT, given_examples, made_example, many_as_taken, reads_tokens, require_runs
 from attnrewrite.frontends.factories import call_factory, split_factory
 from attnrewrite.frontends.libraries import LIBRARIES, PRETRAINED, build
+from attnrewrite.frontends.onnx_scan import check_onnx, is_onnx
 from attnrewrite.frontends.trust import NO_CODE, code_digest, remembered
 from attnrewrite.images.preprocessing import (
     Preprocessing,
@@ -34,7 +35,6 @@ from attnrewrite.images.preprocessing import (
     override,
     parse_size,
 )
-from attnrewrite.patterns.graph import GraphView
 from attnrewrite.site import Scan
 
 __all__ = ["Origin", "Preprocessing", "Source", "load_source"]
@@ -166,7 +166,11 @@ def load_source(
         InputError: what was given cannot be used, and what can be done.
     """
     if isinstance(source, Source):
-        return replace(source, preprocessing=override(source.preprocessing, mean, std))
+        refuse_given(
+            f"{source.name} has its weights and inputs already",
+            checkpoint=checkpoint, input_size=input_size, example_inputs=example_inputs,
+        )  # fmt: skip
+        return _prepared_by(source, mean, std)
     size = None if input_size is None else parse_size(input_size)
     weights = None if checkpoint is None else str(checkpoint)
     if isinstance(source, nn.Module):
@@ -178,7 +182,7 @@ def load_source(
     else:
         raise InputError(f"a {type(source).__name__} is not a model: give an nn.Module, an ExportedProgram or a name")
     if example_inputs is None:
-        sized = size is not None and loaded.model is not None and not _is_onnx(source)
+        sized = size is not None and loaded.model is not None and not is_onnx(source)
         inputs = made_example(size) if sized and size else loaded.example_inputs
     else:
         inputs = given_examples(example_inputs)
@@ -186,10 +190,7 @@ def load_source(
         raise InputError(f"{loaded.name}: {TEXT}")
     if not inputs:
         raise InputError(f"{loaded.name}: the size of its input is not known: give --input-size, such as 3x224x224")
-    if not inputs[0].is_floating_point() and (mean, std) != (None, None):
-        raise InputError(f"{loaded.name} takes the pixels themselves ({inputs[0].dtype}): leave out --mean and --std")
-    known = as_taken(override(loaded.preprocessing, mean, std), inputs[0])
-    loaded = replace(loaded, example_inputs=inputs, preprocessing=known)
+    loaded = _prepared_by(replace(loaded, example_inputs=inputs), mean, std)
     if loaded.program is not None:
         _check_exported_for(loaded, size, given=example_inputs is not None)
     elif loaded.model is not None and example_inputs is not None:
@@ -197,6 +198,14 @@ def load_source(
     elif loaded.model is not None:
         loaded = replace(loaded, example_inputs=many_as_taken(loaded.name, loaded.model, inputs))
     return replace(loaded, origin=_describe(loaded.origin, loaded) if loaded.origin else None)
+
+
+def _prepared_by(source: Source, mean: object, std: object) -> Source:
+    """`source` with its pictures prepared by `mean` and `std`, where they are given, and as its example shows."""
+    first = source.example_inputs[0]
+    if not first.is_floating_point() and (mean, std) != (None, None):
+        raise InputError(f"{source.name} takes the pixels themselves ({first.dtype}): leave out --mean and --std")
+    return replace(source, preprocessing=as_taken(override(source.preprocessing, mean, std), first))
 
 
 def _require_own(origin: Origin, folder: Path) -> None:
@@ -252,13 +261,13 @@ def _from_program(program: ExportedProgram, name: str, checkpoint: str | None) -
     if checkpoint is not None:
         raise InputError(f"{name} is an exported program, whose weights are inside: it takes no --checkpoint")
     args, kwargs = program.example_inputs or ((), {})
-    if kwargs or not all(isinstance(value, Tensor) for value in args):
+    taken = [value for value in args or inputs_of(program) if isinstance(value, Tensor)]
+    if kwargs or len(taken) != len(inputs_of(program)):
         raise InputError(f"{name} takes inputs other than tensors by position: export it with tensors alone")
     if not args:
-        inputs = set(program.graph_signature.user_inputs)
-        shapes = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs]
-        args = tuple(torch.zeros([n if isinstance(n, int) else 2 for n in value.shape]) for value in shapes)
-    return Source(name, None, program, tuple(args))
+        sizes = [[length if isinstance(length, int) else 2 for length in tensor.shape] for tensor in taken]
+        taken = [torch.zeros(size, dtype=like.dtype) for size, like in zip(sizes, taken, strict=True)]
+    return Source(name, None, program, tuple(taken))
 
 
 def _from_spec(spec: str, checkpoint: str | None, size: Size | None) -> Source:
@@ -323,7 +332,7 @@ def _from_folder(folder: Path, checkpoint: str | None) -> Source:
 
 
 def _from_onnx(path: Path, checkpoint: str | None, size: Size | None) -> Source:
-    _check_onnx(path, checkpoint)
+    check_onnx(path, checkpoint)
     from attnrewrite.frontends.onnx_file import load_file
 
     loaded = load_file(path, size)
@@ -333,38 +342,9 @@ def _from_onnx(path: Path, checkpoint: str | None, size: Size | None) -> Source:
     return replace(source, left_out=lost)
 
 
-def examine_onnx(
-    path: Path, input_size: str | Sequence[int] | None = None, checkpoint: str | None = None
-) -> tuple[GraphView, Scan]:
-    """An ONNX file's graph and every attention in it, found in the file itself.
-
-    Raises:
-        InputError: the file is not there or damaged, or onnx is not installed.
-    """
-    path = as_path(path)
-    _check_onnx(path, checkpoint)
-    from attnrewrite.frontends.onnx_file import examine_file
-
-    return examine_file(path, None if input_size is None else parse_size(input_size))
-
-
 def _is_factory(spec: str) -> bool:
     """Whether a name is that of a Python file, with or without a factory in it."""
     return re.search(r"\.py(:|$)", spec) is not None
-
-
-def _is_onnx(source: object) -> bool:
-    """Whether a source is an ONNX file, whose inputs have a type and order of their own."""
-    return isinstance(source, str | Path) and str(source).endswith(".onnx")
-
-
-def _check_onnx(path: Path, checkpoint: str | None) -> None:
-    check_file(path, "model")
-    missing = [package for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime") if find_spec(package) is None]
-    if missing:
-        raise InputError(f"{', '.join(missing)} not installed: pip install 'attnrewrite[onnx]' to read ONNX models")
-    if checkpoint is not None:
-        raise InputError(f"{path} is an ONNX model, whose weights are inside: it takes no --checkpoint")
 
 
 def _from_factory(spec: str, checkpoint: str | None) -> Source:

@@ -78,7 +78,7 @@ class Images:
     def digest(self) -> str:
         """A hash of the images and labels themselves, in their order."""
         labels = b"" if self.y is None else self.y.tobytes()
-        return _hash(self.x.digest().encode(), labels)
+        return _hash((self.x.digest().encode(), labels))
 
     def decoded(self, preprocessing: Preprocessing | None, input_size: Size) -> "Images":
         """The same images, each picture file read to its end, once; without the damaged ones, where `load_images` was
@@ -147,7 +147,7 @@ class Array:
 
     def digest(self) -> str:
         values = self.values if self.chosen is None else self.values[self.chosen]
-        return _hash(repr(values.shape).encode(), np.ascontiguousarray(values).data)
+        return _hash((repr(values.shape).encode(), np.ascontiguousarray(values).data))
 
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         if self.size != size:
@@ -185,7 +185,7 @@ class Files:
         return replace(self, paths=tuple(self.paths[i] for i in indices))
 
     def digest(self) -> str:
-        return _hash(*(path.read_bytes() for path in self.paths))
+        return _hash(path.read_bytes() for path in self.paths)
 
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         if size[0] not in (1, 3):
@@ -244,7 +244,7 @@ class Inputs:
 
     def digest(self) -> str:
         values = self.values.float().contiguous().numpy()
-        return _hash(repr(values.shape).encode(), values.data)
+        return _hash((repr(values.shape).encode(), values.data))
 
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         if self.size != size:
@@ -257,7 +257,7 @@ class Inputs:
         return self.values.float()
 
 
-def _hash(*parts: bytes | memoryview) -> str:
+def _hash(parts: Iterable[bytes | memoryview]) -> str:
     """A hash of the parts, each at its length."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
@@ -295,7 +295,7 @@ def _from_folder(folder: Path, skip_bad: bool) -> Images:
         below = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
         flat = [path for path in below if path.suffix.lower() in PICTURES]
         classes = [path for path in below if path.is_dir()]
-        found = [[path for path in sorted(each.rglob("*")) if path.suffix.lower() in PICTURES] for each in classes]
+        found = [_pictures_below(each) for each in classes]
     except OSError as error:
         raise InputError(f"cannot read {folder}: {error.strerror}") from error
     paths = [path for each in found for path in each]
@@ -314,6 +314,15 @@ def _from_folder(folder: Path, skip_bad: bool) -> Images:
         return Images(Files(tuple(flat), str(folder), skip_bad))
     labels = np.repeat(np.arange(len(classes)), [len(each) for each in found])
     return Images(Files(tuple(paths), str(folder), skip_bad), labels, tuple(path.name for path in classes))
+
+
+def _pictures_below(folder: Path) -> list[Path]:
+    """Those that are hidden, or in a hidden folder, are not meant: macOS writes ._a.png beside a.png."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.lower() in PICTURES and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
 
 
 def _from_npz(path: Path) -> Images:

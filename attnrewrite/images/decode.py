@@ -14,7 +14,6 @@ from attnrewrite.images.preprocessing import Preprocessing, Size
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _NAMED = 5
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # what is wrong with a picture is said here, and once
-_UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises
 
 
 class DamagedError(InputError):
@@ -25,7 +24,9 @@ def check_picture(path: Path) -> None:
     """Raise InputError unless the file begins as a picture of 8 bits a channel does."""
     try:
         _opened(path).close()
-    except _UNREADABLE as error:
+    except InputError:
+        raise
+    except Exception as error:  # Pillow raises many kinds for what is damaged
         raise InputError(f"{path} is not an image that can be read: mend it, remove it, or --skip-bad") from error
 
 
@@ -40,7 +41,9 @@ def is_whole(path: Path) -> bool:
     try:
         with _opened(path) as picture:
             picture.load()
-    except _UNREADABLE:
+    except InputError:
+        raise
+    except Exception:  # Pillow raises many kinds for what is damaged
         return False
     return True
 
@@ -65,7 +68,9 @@ def read_picture(path: Path, transform: Preprocessing, size: Size) -> np.ndarray
     try:
         with _opened(path) as opened:
             picture = opened.convert("L" if channels == 1 else "RGB")
-    except _UNREADABLE as error:
+    except InputError:
+        raise
+    except Exception as error:  # Pillow raises many kinds for what is damaged
         raise DamagedError(f"{path} is damaged ({error}): mend it, remove it, or --skip-bad") from error
     least_width, least_height = (max(1, math.floor(side / transform.crop)) for side in (width, height))
     scaled = _cover(picture.size, (least_width, least_height))

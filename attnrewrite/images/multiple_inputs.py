@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnrewrite.errors import InputError
-from attnrewrite.files import check_file
+from attnrewrite.errors import InputError, first_line
+from attnrewrite.files import as_path
 from attnrewrite.images.dataset import Images
+from attnrewrite.images.npz import read_arrays
 from attnrewrite.images.preprocessing import Preprocessing, Size
 
 
@@ -62,11 +63,11 @@ def load_multiple_inputs(data: Any, example: Sequence[Tensor], names: Sequence[s
     """
     listed = ", ".join(names)
     if isinstance(data, str | Path):
-        path = Path(data).expanduser()
+        path = as_path(data)
         if path.suffix != ".npz" or not path.is_file():
             raise InputError(
                 f"the model takes {len(names)} inputs ({listed}), and {path} is no .npz with an array for each: "
-                "save them with numpy.savez(file, " + ", ".join(f"{name}=..." for name in names) + ")"
+                f"save them with numpy.savez(file, {_as_given(names)})"
             )
         arrays = _read(path, names)
     elif isinstance(data, Iterable) and not isinstance(data, Tensor | np.ndarray | Images):
@@ -85,22 +86,27 @@ def load_multiple_inputs(data: Any, example: Sequence[Tensor], names: Sequence[s
 
 
 def _read(path: Path, names: Sequence[str]) -> list[Tensor]:
-    check_file(path, ".npz")
+    def choose(known: Sequence[str]) -> Sequence[str]:
+        unnamed = [f"arr_{place}" for place in range(len(names))]
+        wanted = unnamed if set(unnamed) <= set(known) else names
+        missing = [name for name in wanted if name not in known]
+        if missing:
+            raise InputError(
+                f"{path} has no array {missing[0]!r} (it has {', '.join(known) or 'none'}): the model's inputs are "
+                f"{', '.join(names)}"
+            )
+        return wanted
+
+    arrays = read_arrays(path, choose, _as_given(names))
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            unnamed = [f"arr_{place}" for place in range(len(names))]
-            wanted = unnamed if set(unnamed) <= set(archive.files) else list(names)
-            missing = [name for name in wanted if name not in archive.files]
-            if missing:
-                raise InputError(
-                    f"{path} has no array {missing[0]!r} (it has {', '.join(archive.files) or 'none'}): the model's "
-                    f"inputs are {', '.join(names)}"
-                )
-            return [torch.from_numpy(archive[name]) for name in wanted]
-    except InputError:
-        raise
-    except Exception as error:  # zip, deflate and numpy, which parses a head as Python, raise many kinds
-        raise InputError(f"{path} could not be read: it is damaged, or holds no plain arrays") from error
+        return [torch.from_numpy(array) for array in arrays.values()]
+    except TypeError as error:  # as for texts and dates
+        raise InputError(f"{path} could not be read: {first_line(error)}; save numbers") from error
+
+
+def _as_given(names: Sequence[str]) -> str:
+    """How numpy.savez is given an array for each of `names`."""
+    return ", ".join(f"{name}=..." for name in names)
 
 
 def _joined(data: Iterable[Any], names: Sequence[str]) -> list[Tensor]:
@@ -128,6 +134,11 @@ def _joined(data: Iterable[Any], names: Sequence[str]) -> list[Tensor]:
 
 def _taken(name: str, tensor: Tensor, like: Tensor) -> Tensor:
     """`tensor` in the type of the model's input. Raises InputError where it is of another shape or kind."""
+    if not like.dim():
+        raise InputError(
+            f"input {name} is one number for all images, and calibration gives each image its own: wrap the model in a "
+            "module that holds the number"
+        )
     if tensor.dim() != like.dim() or tensor.shape[1:] != like.shape[1:]:
         raise InputError(
             f"input {name} is {list(tensor.shape)} in the calibration data, and the model takes "

@@ -3,7 +3,7 @@
 import math
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,25 +17,38 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
     """The arrays `x` and, where there is one, `y`.
 
     Raises:
-        InputError: the file is damaged, has no `x`, holds anything but numbers, or more than memory does.
+        InputError: as `read_arrays` does, or the file has no `x`.
+    """
+
+    def choose(names: Sequence[str]) -> Sequence[str]:
+        if "x" not in names:
+            raise InputError(f"{path} has no array 'x' (it has {', '.join(names) or 'none'}): save the images as x=")
+        return [name for name in ("x", "y") if name in names]
+
+    content = read_arrays(path, choose, "x=..., y=...")
+    return content["x"], content.get("y")
+
+
+def read_arrays(path: Path, choose: Callable[[Sequence[str]], Sequence[str]], example: str) -> dict[str, np.ndarray]:
+    """Those of the file's arrays that `choose` says of all their names; `example` is how numpy.savez would be given
+    them.
+
+    Raises:
+        InputError: the file is damaged, holds anything but numbers, or more than memory does, or `choose` raises it.
     """
     check_file(path, ".npz")
     try:
         with zipfile.ZipFile(path) as archive:
             heads = {name.removesuffix(".npy"): _head(archive, name) for name in archive.namelist()}
-        if "x" not in heads:
-            names = ", ".join(heads) or "none"
-            raise InputError(f"{path} has no array 'x' (it has {names}): save the images as x=")
-        wanted = [name for name in ("x", "y") if name in heads]
+        wanted = choose(list(heads))
         _require_held(path, [heads[name] for name in wanted])
         with np.load(path, allow_pickle=False) as arrays:
-            content = {name: arrays[name] for name in wanted}
+            return {name: arrays[name] for name in wanted}
     except InputError:
         raise
     except Exception as error:  # zip, deflate and numpy, which parses a head as Python, raise many kinds
         reason = "it holds pickled objects" if "pickle" in str(error).lower() else "it is truncated or not an .npz"
-        raise InputError(f"{path} could not be read: {reason}; save it with numpy.savez(file, x=..., y=...)") from error
-    return content["x"], content.get("y")
+        raise InputError(f"{path} could not be read: {reason}; save it with numpy.savez(file, {example})") from error
 
 
 @dataclass(frozen=True)

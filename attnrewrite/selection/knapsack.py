@@ -1,6 +1,5 @@
 """The multiple-choice knapsack: one candidate for each site, the least of one quantity within a limit on another."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -10,6 +9,8 @@ Choice = tuple[int, ...]  # for each site, the number of its candidate; 0 is sof
 Columns = tuple[tuple[float, ...], ...]  # a number for each site's candidates
 
 GRID, RANGE = 16, 1e4  # limits tried along the frontier, and the largest over the smallest
+ROUNDING = 1e-9  # what a sum may be over a limit by, as a part of both
+SHARP = 1e3  # what a limit is scaled to: the solver lets any sum be over by about 1e-6
 
 
 @dataclass(frozen=True)
@@ -63,37 +64,68 @@ def total(columns: Columns, choice: Choice) -> float:
 def solve(minimised: Columns, limited: Columns, limit: float) -> Choice | None:
     """One candidate for each site, with the least sum of `minimised` whose sum of `limited` is at most `limit`.
 
-    A candidate that is infinite in either is not chosen. None where no choice stays within the limit. An integer
-    program (scipy's HiGHS) over a zero or one for each candidate, which sum to one at each site.
+    A candidate that is infinite in either is not chosen. None where no choice stays within the limit.
+
+    The solver is exact to a part of the largest number it is given. So it is not given what alone is over the limit,
+    nor what alone costs more than a choice that is known; and it is asked again until it knows no better.
+    """
+    goal, weight = _table(minimised), _table(limited)
+    possible = np.isfinite(goal) & np.isfinite(weight)
+    if not possible.any(axis=1).all():
+        return None
+    least = np.where(possible, weight, inf).min(axis=1, keepdims=True)
+    room = limit - float(least.sum()) + ROUNDING * (abs(limit) + float(np.abs(least).sum()))
+    if room < 0:
+        return None
+    weight = weight - least
+    possible &= weight <= room
+    goal = goal - np.where(possible, goal, inf).min(axis=1, keepdims=True)
+    best = _choice(-np.where(possible, weight, inf))
+    while True:
+        possible &= goal <= _sum(goal, best)
+        better = _solved(goal, weight, room, possible)
+        if better is None or _sum(goal, better) >= _sum(goal, best):
+            return best
+        best = better
+
+
+def _solved(goal: np.ndarray, weight: np.ndarray, room: float, possible: np.ndarray) -> Choice | None:
+    """The least sum of `goal` [sites, candidates] whose sum of `weight` is at most `room`; none of what is `possible`
+    is below 0 in either, or alone above `room`.
+
+    An integer program (scipy's HiGHS) over a zero or one for each candidate, which sum to one at each site.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    goal, weight = (np.array([value for column in columns for value in column]) for columns in (minimised, limited))
-    allowed = np.isfinite(goal) & np.isfinite(weight)
-    goal, weight = (_scaled(values, allowed) for values in (goal, weight))
-    owner = np.repeat(np.arange(len(minimised)), [len(column) for column in minimised])
-    one_each = LinearConstraint((owner == np.arange(len(minimised))[:, None]).astype(float), 1, 1)
-    constraints = [one_each]
-    if isfinite(limit):
-        largest = _largest(np.array([value for column in limited for value in column]), allowed)
-        constraints.append(LinearConstraint(weight[None], -np.inf, limit / largest))
-    found = milp(
-        goal, integrality=np.ones(len(goal)), bounds=Bounds(0, allowed.astype(float)), constraints=constraints,
-        options={"mip_rel_gap": 0.0},
-    )  # fmt: skip
-    if found.x is None:
-        return None
-    return tuple(int(part.argmax()) for part in _by_site(found.x, minimised))
+    cost, used = goal[possible], SHARP * weight[possible] / (room or 1.0)
+    owner = np.nonzero(possible)[0]
+    one_each = LinearConstraint((owner == np.arange(len(goal))[:, None]).astype(float), 1, 1)
+    constraints = [one_each, LinearConstraint(used[None], -np.inf, SHARP)]
+    while True:
+        found = milp(
+            cost / (cost.max() or 1.0), integrality=np.ones(len(cost)), bounds=Bounds(0, 1), constraints=constraints,
+            options={"mip_rel_gap": 0.0},
+        )  # fmt: skip
+        if found.x is None:
+            return None
+        values = np.zeros(goal.shape)
+        values[possible] = found.x
+        if _sum(weight, choice := _choice(values)) <= room:
+            return choice
+        # It is over by less than the solver can tell: any but this one.
+        constraints.append(LinearConstraint(found.x.round()[None], -np.inf, len(goal) - 1))
 
 
-def _largest(values: np.ndarray, allowed: np.ndarray) -> float:
-    """What numbers are divided by, so that the solver's absolute tolerances are relative to them."""
-    return float(np.abs(values[allowed]).max(initial=0.0)) or 1.0
+def _choice(values: np.ndarray) -> Choice:
+    """Each site's candidate of the highest value."""
+    return tuple(map(int, values.argmax(axis=1)))
 
 
-def _scaled(values: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    return np.where(allowed, values, 0.0) / _largest(values, allowed)
+def _sum(values: np.ndarray, choice: Choice) -> float:
+    return float(values[np.arange(len(choice)), choice].sum())
 
 
-def _by_site(values: np.ndarray, columns: Sequence[Sequence[float]]) -> Iterator[np.ndarray]:
-    return iter(np.split(values, np.cumsum([len(column) for column in columns])[:-1]))
+def _table(columns: Columns) -> np.ndarray:
+    """The columns as [sites, candidates], infinite where a site has fewer candidates."""
+    most = max(map(len, columns))
+    return np.array([(*column, *[inf] * (most - len(column))) for column in columns])

@@ -36,6 +36,26 @@ class Step:
 Losing = Callable[[Choice], Loss]
 
 
+@dataclass(frozen=True)
+class Bracket:
+    """Limits on the predicted loss: the highest that held (0: none did), and the lowest that failed."""
+
+    holds: float
+    fails: float
+
+    def narrowed(self, limit: float, step: Step) -> "Bracket":
+        """What is left to search when `limit`, one between the two, led to `step`."""
+        if step.holds:
+            return Bracket(max(limit, step.predicted), self.fails)
+        return Bracket(self.holds, min(limit, step.predicted))
+
+    def between(self, times: float) -> float:
+        """The next limit: `times` what held while nothing has failed, else the geometric mean of the two."""
+        if math.isinf(self.fails):
+            return times * self.holds
+        return math.sqrt(max(self.holds, self.fails / SPAN) * self.fails)
+
+
 def within_drop(
     table: Table,
     budget: float,
@@ -52,21 +72,24 @@ def within_drop(
     goes up in proportion to what is left of the budget; once one fails, too, it is bisected (geometrically) until the
     two are within `converged` of each other. A choice that replaces nothing is not measured.
 
-    Returns every measured choice in order, `known` ones first.
+    Returns every measured choice in order, `known` ones first. It ends, as every limit moves an end of the bracket by
+    a factor, even one that leads to a choice that is known already.
     """
     measured = {step.choice: step for step in known}
     held = max((step for step in known if step.holds), key=lambda step: step.predicted, default=None)
-    holding = 0.0 if held is None else held.predicted
-    failing = min((step.predicted for step in known if step.predicted > holding), default=math.inf)
+    holds = 0.0 if held is None else held.predicted
+    bracket = Bracket(holds, min((step.predicted for step in known if step.predicted > holds), default=math.inf))
 
-    def room(step: Step) -> float:
-        """How many times what a holding choice spends is left to go on to."""
-        return max(budget / step.loss.bound, converged)
+    def after(step: Step) -> float:
+        if step.holds or bracket.holds:
+            return bracket.between(max(budget / step.loss.bound, converged))
+        return _given_back(table, bracket, step, budget)
 
-    first = max(OVERSHOOT * expected, table.least_loss)
-    limit = first if held is None else _between(holding, failing, room(held))
+    first = max(OVERSHOOT * expected, table.least_loss) or math.inf
+    limit = after(held) if held is not None and bracket.holds else first
     everything = table.cheapest(math.inf)
-    while len(measured) < len(known) + ROUNDS and failing > converged * holding:
+    most = math.inf if everything is None else table.total_loss(everything)
+    while len(measured) < len(known) + ROUNDS and bracket.fails > converged * bracket.holds:
         choice = table.cheapest(limit)
         if choice is None or not any(choice):
             break
@@ -74,26 +97,19 @@ def within_drop(
             loss = losing(choice)
             measured[choice] = Step(choice, table.total_loss(choice), loss, loss.bound <= budget)
         step = measured[choice]
-        if step.holds:
-            holding = max(limit, step.predicted)
-        else:
-            failing = step.predicted
-        if step.holds and choice == everything:
+        bracket = bracket.narrowed(limit, step)
+        if step.holds and bracket.holds >= most:
             break
-        limit = _between(holding, failing, room(step)) if holding else _given_back(table, step, budget)
+        limit = after(step)
     return list(measured.values())
 
 
-def _between(holding: float, failing: float, step: float) -> float:
-    """The next limit: `step` times the holding one while nothing has failed, else the geometric mean of the two."""
-    return step * holding if math.isinf(failing) else math.sqrt(max(holding, failing / SPAN) * failing)
-
-
-def _given_back(table: Table, step: Step, budget: float) -> float:
-    """The next limit after a failing choice while none has held."""
-    at_most = max(step.predicted * budget / step.loss.bound, step.predicted / 2)
-    less = min(table.without_worst(step.choice), at_most)
-    return max(less, table.least_loss) if table.least_loss < step.predicted else less
+def _given_back(table: Table, bracket: Bracket, step: Step, budget: float) -> float:
+    """The next limit after a failing choice while none has held: 0 where not even the least loss has."""
+    if bracket.fails <= table.least_loss:
+        return 0.0
+    kept = min(max(budget / step.loss.bound, 1 / 2), 1 - 1 / len(table.sites))  # the worst of n takes an n-th or more
+    return max(min(table.without_worst(step.choice), kept * bracket.fails), table.least_loss)
 
 
 def most_sites(table: Table) -> Table:

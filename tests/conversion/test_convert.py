@@ -10,6 +10,7 @@ from tiny_vits import INPUTS, encoder
 from torch import Tensor, nn
 
 import attnrewrite as ar
+from attnrewrite.conversion.convert import final_plan
 from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
 from attnrewrite.passes.draws import drawn
 from attnrewrite.passes.verify import identity_errors
@@ -166,3 +167,13 @@ def test_each_reason_of_a_refusal_is_told_once() -> None:
         ar.convert(encoder(), INPUTS, variant="masked", options={"heads": 99})
     assert "(site0, site1: heads=99 does not fit its " in str(error.value)
     assert str(error.value).endswith("choose another variant, or options of it that help (--option KEY=VALUE)")
+
+
+def test_a_part_whose_name_begins_as_a_sites_is_in_the_plan() -> None:
+    named = nn.Sequential()
+    named.add_module("attention_site0_body", encoder())
+    done = ar.convert(named, INPUTS, variant="l1")
+    with torch.no_grad():  # as distillation does
+        done.module.get_submodule("attention_site0_body.head").bias.add_(1)
+        done.module.get_submodule("attention_site0").value.bias.add_(1)
+    assert list(final_plan(done.scan, {}, done.module, done.original).parameters) == ["attention_site0_body.head.bias"]

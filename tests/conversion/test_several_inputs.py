@@ -1,5 +1,7 @@
 """Models of several inputs: calibrated with one array for each, or refused by name before any work."""
 
+import zipfile
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,36 @@ def test_a_file_without_an_input_names_it(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=PICTURES.numpy())
     with pytest.raises(InputError, match=r"has no array 'picture' \(it has x\): the model's inputs are picture, kept"):
         convert(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize(
+    ("example", "kept", "message"),
+    [
+        (EXAMPLE, 0.5, r"^input kept is \[\] in the calibration data, and the model takes \[N, 4\]$"),
+        ((PICTURES[:2], torch.tensor(0.5)), 0.5, "^input kept is one number for all images, .*: wrap the model"),
+        (EXAMPLE, np.array(["cat"] * 24), r"x\.npz could not be read"),
+    ],
+    ids=["data alone", "the model's", "texts"],
+)
+def test_a_number_alone_is_no_calibration_data(example: Any, kept: Any, message: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", picture=PICTURES.numpy(), kept=kept)
+    with pytest.raises(InputError, match=message):
+        load_multiple_inputs(tmp_path / "x.npz", example, ("picture", "kept"))
+
+
+def test_a_file_that_memory_does_not_hold_is_refused_by_its_head(tmp_path: Path) -> None:
+    head = BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": (1 << 50, 4)})
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        for name in ("picture", "kept"):
+            archive.writestr(f"{name}.npy", head.getvalue())
+    with pytest.raises(InputError, match="GiB, and this machine has"):
+        load_multiple_inputs(tmp_path / "x.npz", EXAMPLE, ("picture", "kept"))
+
+
+def test_a_path_that_cannot_be_used_is_told_in_one_line() -> None:
+    with pytest.raises(InputError, match="cannot be used as a path"):
+        load_multiple_inputs("~nobody-of-that-name/x.npz", EXAMPLE, ("picture", "kept"))
 
 
 def test_a_model_of_several_inputs_is_not_evaluated_on_pictures(converted: ar.Conversion) -> None:

@@ -1,6 +1,8 @@
 """Accuracy and agreement, against counts done by hand."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +75,38 @@ def test_without_labels_or_reference_there_is_nothing_to_hold_against() -> None:
 def test_what_cannot_be_evaluated(labels: list[int] | None, rows: list, reference: str | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
         evaluate_modules({"a": Table(rows)}, load_images(numbered(labels)), None, reference=reference)
+
+
+class Answering(nn.Module):
+    """Gives every image the same answer, as whatever `wrap` makes of the logits."""
+
+    def __init__(self, classes: int, wrap: Callable[[Tensor], Any] = lambda logits: logits) -> None:
+        super().__init__()
+        self.classes, self.wrap = classes, wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(torch.eye(1, self.classes).expand(len(x), -1))
+
+
+@pytest.mark.parametrize("classes", [1, 7])
+def test_models_of_other_classes_are_not_held_against_each_other(classes: int) -> None:
+    models = {"a": Answering(10), "b": Answering(classes)}
+    with pytest.raises(
+        InputError, match=f"^b answers with {classes} classes and a with 10, .*: give models of the same classes"
+    ):
+        evaluate_modules(models, load_images(numbered(None)), None, reference="a")
+
+
+@pytest.mark.parametrize("wrap", [lambda y: {"logits": y, "hidden": 3}, lambda y: ({"out": (y,)}, 3), lambda y: [y, y]])
+def test_the_first_tensor_of_an_output_is_the_logits(wrap: Callable[[Tensor], Any]) -> None:
+    found = evaluate_modules({"a": Answering(2, wrap)}, load_images(numbered([0, 1, 0, 0, 0])), None)
+    assert found["a"].top1 == 80
+
+
+@pytest.mark.parametrize("output", [3, "cat", {}, None])
+def test_an_output_without_tensors_is_no_classifiers(output: object) -> None:
+    with pytest.raises(InputError, match=f"a is not a classifier: its output is {type(output).__name__}, and"):
+        evaluate_modules({"a": Answering(2, lambda y: output)}, load_images(numbered(None)), None)
 
 
 def test_class_folders_must_be_the_models_classes(tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
 """Models of one batch size, in every frontend: calibrated, evaluated and compared with any number of pictures."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.export import Dim
 
 import attnrewrite as ar
 from attnrewrite.api import Conversion
 from attnrewrite.frontends.batches import any_batch, fixed_batch
+from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import Source, load_source
+from attnrewrite.targets.base import Artifact, Target
 
 PICTURES = torch.randn(13, 3, 8, 8, generator=torch.Generator().manual_seed(3))
 
@@ -107,3 +111,56 @@ def test_a_conversion_in_memory_that_cannot_be_opened_is_fed_its_own_batch() -> 
     assert done.report["fixed_batch"] == 4
     assert "mean" in done.report["fixed_batch_reason"]
     assert [each.n for each in ar.evaluate(done, PICTURES).values()] == [13, 13]
+
+
+class AnySize(Pictures):
+    """The same on pictures of any size, as many as it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.head((x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))).mean(1))
+
+
+@pytest.mark.parametrize("batch", [None, 1, 2])
+def test_a_program_open_in_the_size_of_its_pictures_is_read_for_that_of_its_example(
+    batch: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    axes = (2, 3) if batch else (0, 2, 3)
+    example = (PICTURES[: batch or 2],)
+    program = torch.export.export(AnySize(1).eval(), example, dynamic_shapes=(dict.fromkeys(axes, Dim.AUTO),))
+    captured, source = capture("any size", program, example), load_source(program)
+    assert (captured.fixed_batch, fixed_batch(source)) == (batch, batch)
+    done = ar.convert(program, variant="l1")
+    assert [site["variant"] for site in done.report["sites"]] == ["l1"]
+    assert (done.report["fixed_batch"], done.module(PICTURES).shape) == (None, (13, 5))
+    assert "any size leaves the size of its inputs open, and is read for 3x8x8" in caplog.text
+
+
+class Folder(Target):
+    """A target whose artifact is a file, and answers as the module that it was made of does."""
+
+    name, summary, has_answers = "folder", "a file", True
+
+    def lower(self, name: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Path, *, threads: int) -> Artifact:
+        (out / "model").write_text("")
+        return Artifact(name, self.name, out, ("model",), 1, 0.0, 0.0, "by eye", "its own")
+
+    def answers(self, artifact: Artifact, module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
+        def answer(images: Tensor) -> Tensor:
+            assert images.shape == inputs[0].shape
+            return module(images)
+
+        return answer
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_an_artifact_is_measured_in_the_batches_that_it_takes(
+    batch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("attnrewrite.api.get_target", lambda name: Folder())
+    made = ar.lower(Pictures(batch), "folder", tmp_path / "out", example_inputs=(PICTURES[:batch],), data=PICTURES)
+    assert {name: (each["n"], each["agreement"]) for name, each in made.measured.items()} == {
+        "model": (13, None),
+        "artifact": (13, 100.0),
+    }

@@ -331,6 +331,18 @@ def test_bad_inputs_of_a_good_model(models_file: Path, trained: nn.Module) -> No
         load_source(3)  # type: ignore[arg-type]
 
 
+class Half(nn.Module):
+    def forward(self, tokens: Tensor, scale: Tensor) -> Tensor:
+        return nn.functional.one_hot(tokens, 3) * scale
+
+
+def test_inputs_made_for_a_program_are_of_its_types() -> None:
+    program = torch.export.export(Half(), (torch.ones(2, 4, dtype=torch.int64), torch.ones(3, dtype=torch.float16)))
+    program._example_inputs = None  # as of a file that was saved without them
+    made = load_source(program).example_inputs
+    assert [(tensor.dtype, list(tensor.shape)) for tensor in made] == [(torch.int64, [2, 4]), (torch.float16, [3])]
+
+
 def test_timm_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("timm", reason="needs timm")
     source = load_source("timm:vit_tiny_patch16_224")

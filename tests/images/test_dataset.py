@@ -1,5 +1,6 @@
 """Images from folders, .npz files and iterables; what cannot be used is refused before anything starts."""
 
+import weakref
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from tiny_vits import INPUTS, encoder
 import attnrewrite as ar
 from attnrewrite.errors import InputError
 from attnrewrite.images.dataset import Array, Files, load_images
+from attnrewrite.images.decode import DamagedError, is_whole, read_picture
 from attnrewrite.images.pool import Pool
 from attnrewrite.images.preprocessing import Preprocessing, as_taken, channel_values, image_size, override, parse_size
 
@@ -81,6 +83,31 @@ def test_a_folder_of_classes_in_order_of_name(tmp_path: Path) -> None:
     assert images.y is not None
     assert images.y.tolist() == [0, 1, 1]
     assert [len(batch) for batch, _ in images.batches(PLAIN, 2, SIZE)] == [2, 1]
+
+
+def test_hidden_files_are_no_pictures(tmp_path: Path) -> None:
+    """macOS writes ._a.png beside a.png, notebooks keep folders of their own."""
+    for name in ("cat/a.png", "cat/._a.png", "cat/.ipynb_checkpoints/a.png", "dog/more/b.png", ".c.png"):
+        picture(tmp_path / name, 6, 8, 3)
+    images = load_images(tmp_path)
+    assert isinstance(images.x, Files)
+    assert [str(path.relative_to(tmp_path)) for path in images.x.paths] == ["cat/a.png", "dog/more/b.png"]
+
+
+def test_no_two_files_are_in_memory_to_be_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_of(tmp_path, 5)
+    images, held, counts = load_images(tmp_path), [], []
+
+    def read(path: Path) -> np.ndarray:
+        content = np.fromfile(path, np.uint8)  # which can be seen to be let go of, as bytes cannot
+        held.append(weakref.ref(content))
+        counts.append(sum(each() is not None for each in held))
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    images.digest()
+    assert len(counts) == 5
+    assert max(counts) <= 2  # one is let go of when the next has been read
 
 
 def test_a_flat_folder_is_read_as_it_is_where_it_has_the_size(tmp_path: Path) -> None:
@@ -189,6 +216,20 @@ def test_a_damaged_picture_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match=r"a\.png is damaged"):
         list(load_images(tmp_path).batches(PLAIN, 1, SIZE))
+
+
+def test_whatever_a_decoder_raises_is_told_in_one_line(tmp_path: Path) -> None:
+    """A tag of another type, for which Pillow raises a TypeError."""
+    path = tmp_path / "a.tif"
+    Image.fromarray(pixels(6, 8, 3)).save(path)
+    content = bytearray(path.read_bytes())
+    content[72] = 12
+    path.write_bytes(content)
+    assert not is_whole(path)
+    with pytest.raises(InputError, match=r"a\.tif is (damaged|not an image)"):
+        list(load_images(tmp_path).batches(PLAIN, 1, SIZE))
+    with pytest.raises(DamagedError, match=r"a\.tif is damaged"):
+        read_picture(path, PLAIN, SIZE)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,15 @@ from attnrewrite.request import Budget
 from attnrewrite.selection.knapsack import Choice, Columns, Table, solve, total
 from attnrewrite.selection.loss_bound import AGREEMENT, TOP1, Loss, LossMeter, most_of, most_on_average
 from attnrewrite.selection.problem import PUBLISHED, Auto, candidates, described, requested
-from attnrewrite.selection.search import Step, cheapest_that_holds, closest, most_sites, within_drop, within_price
+from attnrewrite.selection.search import (
+    Bracket,
+    Step,
+    cheapest_that_holds,
+    closest,
+    most_sites,
+    within_drop,
+    within_price,
+)
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, variants
 
@@ -106,6 +114,43 @@ def test_what_is_left_of_the_budget_is_gone_on_to_at_once() -> None:
     points = oracle(lambda loss: 10 * loss, table)
     known = [Step((1,), 0.01, points((1,)), True)]
     assert [step.choice for step in within_drop(table, 0.31, 0.031, points, known)] == [(1,), (3,), (4,)]
+
+
+class Stuck(Table):
+    """One whose program gives the same choice for every limit."""
+
+    def cheapest(self, limit: float) -> Choice | None:
+        return (1, 1, 1)
+
+
+@pytest.mark.parametrize("known", [[], [((2, 0, 0), True)], [((2, 2, 2), False)]])
+@pytest.mark.parametrize("lost", [0.1, 1.0, 1 + 1e-12, 9.0])
+def test_a_choice_that_comes_again_and_again_ends_the_search(lost: float, known: list[tuple[Choice, bool]]) -> None:
+    """Whether it held or failed: each limit halves, or else bisects, what is left."""
+    asked: list[Choice] = []
+
+    def losing(choice: Choice) -> Loss:
+        assert len(asked) < 2
+        asked.append(choice)
+        return oracle(lambda loss: lost)(choice)
+
+    table = Stuck(TABLE.sites, TABLE.loss, TABLE.price)
+    steps = [Step(choice, table.total_loss(choice), losing(choice), holds) for choice, holds in known]
+    found = within_drop(table, 1.0, 0.1, losing, steps)
+    assert [step.choice for step in found] == [*(step.choice for step in steps), (1, 1, 1)]
+
+
+def test_a_choice_that_is_to_lose_nothing_and_holds_is_gone_on_from() -> None:
+    table = Table(("a",), ((0.0, 0.0, 0.002, 0.02),), ((0.0, -1.0, -1.1, -1.2),))
+    steps = within_drop(table, 1.0, 0.015, oracle(lambda loss: 100 * loss + 0.1, table))
+    assert [step.choice for step in steps] == [(3,), (1,), (2,)]
+
+
+def test_what_is_left_between_limits_is_narrowed_by_both_a_limit_and_what_it_led_to() -> None:
+    bracket, loss = Bracket(0.1, 0.8), oracle(lambda loss: 1.0)((1, 0, 0))
+    assert bracket.narrowed(0.4, Step((1, 0, 0), 0.3, loss, True)) == Bracket(0.4, 0.8)
+    assert bracket.narrowed(0.4, Step((1, 0, 0), 0.3, loss, False)) == Bracket(0.1, 0.3)
+    assert bracket.narrowed(0.4, Step((1, 0, 0), 0.5, loss, False)) == Bracket(0.1, 0.4)
 
 
 def test_most_sites_come_first_then_the_lowest_loss_and_a_lower_price_where_none_is_lost() -> None:
