@@ -275,7 +275,7 @@ def test_what_the_example_hides_is_said_to_be_hidden(monkeypatch: pytest.MonkeyP
 
     given = (*TOKENS, torch.ones(2, 9, dtype=torch.bool))
     assert ar.convert(Masked(), given, variant="softmax").report["checks"]["rewriting_error"] < 1e-5
-    monkeypatch.setattr("attnrewrite.passes.site_module.SiteModule._bias", lambda *_: None)
+    monkeypatch.setattr("attnrewrite.passes.site_module.SiteModule.bias", lambda *_: None)
     with pytest.raises(CheckFailedError, match="the example hides it, as a mask that drops nothing"):
         ar.convert(Masked(), given, variant="softmax")
 
