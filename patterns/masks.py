@@ -113,7 +113,7 @@ def _example_shape(graph: GraphView, term: Term) -> tuple[int, ...]:
     own = graph.shape(term.operand.value)
     own = (1,) * (len(layout.shape) - len(own)) + own
     settled, split = (math.prod(size for size in sizes if size != -1) for sizes in (layout.shape, layout.split))
-    open_sizes = (mine if mine > 1 else split // settled for mine in own)
+    open_sizes = (mine if mine > 1 else max(1, split // settled) for mine in own)
     return tuple(mine if size == -1 else size for size, mine in zip(layout.shape, open_sizes, strict=True))
 
 
