@@ -100,7 +100,7 @@ def _read(path: Path, names: Sequence[str]) -> list[Tensor]:
     arrays = read_arrays(path, choose, _as_given(names))
     try:
         return [torch.from_numpy(array) for array in arrays.values()]
-    except TypeError as error:  # as for texts and dates
+    except (TypeError, ValueError) as error:  # as for texts and dates, and another machine's order of bytes
         raise InputError(f"{path} could not be read: {first_line(error)}; save numbers") from error
 
 
@@ -147,4 +147,6 @@ def _taken(name: str, tensor: Tensor, like: Tensor) -> Tensor:
     if tensor.is_floating_point() != like.is_floating_point():
         kinds = " and ".join(str(each.dtype).removeprefix("torch.") for each in (tensor, like))
         raise InputError(f"input {name} is of another kind in the calibration data than the model takes: {kinds}")
+    if tensor.is_floating_point() and bool(tensor.isnan().any()):  # minus infinity is what masks are made of
+        raise InputError(f"input {name} holds NaN in the calibration data: mend it, or leave those images out")
     return tensor.to(like.dtype)

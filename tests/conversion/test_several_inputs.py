@@ -119,6 +119,16 @@ def test_a_file_that_memory_does_not_hold_is_refused_by_its_head(tmp_path: Path)
         load_multiple_inputs(tmp_path / "x.npz", EXAMPLE, ("picture", "kept"))
 
 
+def test_numbers_that_are_none_or_lie_in_another_order_are_told_by_name(tmp_path: Path) -> None:
+    broken = PICTURES.clone()
+    broken[1, 0, 0, 0] = float("nan")
+    kept = np.ones((len(PICTURES), *EXAMPLE[1].shape[1:]), EXAMPLE[1].numpy().dtype)
+    for picture, message in ((broken.numpy(), "picture holds NaN"), (PICTURES.numpy().astype(">f4"), "save numbers")):
+        np.savez(tmp_path / "x.npz", picture=picture, kept=kept)
+        with pytest.raises(InputError, match=message):
+            load_multiple_inputs(tmp_path / "x.npz", EXAMPLE, ("picture", "kept"))
+
+
 def test_a_path_that_cannot_be_used_is_told_in_one_line() -> None:
     with pytest.raises(InputError, match="cannot be used as a path"):
         load_multiple_inputs("~nobody-of-that-name/x.npz", EXAMPLE, ("picture", "kept"))
