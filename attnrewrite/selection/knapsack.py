@@ -23,6 +23,11 @@ class Table:
     loss: Columns
     price: Columns
 
+    def possible(self, site: int) -> list[int]:
+        """The candidates that can stand at a site, softmax apart."""
+        pairs = zip(self.loss[site], self.price[site], strict=True)
+        return [number for number, pair in enumerate(pairs) if number and all(map(isfinite, pair))]
+
     def cheapest(self, limit: float) -> Choice | None:
         """The lowest price with a loss of at most `limit`; of equal ones, any."""
         return solve(self.price, self.loss, limit)

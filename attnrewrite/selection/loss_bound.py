@@ -6,6 +6,7 @@ loses nothing, and one whose class changes from a to b loses p(a) - p(b), the ch
 that b is. Its spread is a tenth of the count's. The count still has a say: it must not contradict.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,7 +63,7 @@ class LossMeter:
         """What the logits `given` [n, classes] lose."""
         before, after = self.original.argmax(1), given.argmax(1)
         changed = (before != after).numpy()
-        kl = divergence(self.original, given)
+        kl = distance(self.original, given)
         agreement = 100 * (1 - float(changed.mean()))
         if self.labels is None:
             return Loss(
@@ -88,6 +89,12 @@ class LossMeter:
         lost = chances.gather(1, before[:, None]) - chances.gather(1, after[:, None])
         first, second = chances.topk(2, dim=1).values.unbind(1)
         return lost[:, 0].numpy(), float((first - second).mean())
+
+
+def distance(wanted: Tensor, found: Tensor) -> float:
+    """The divergence of logits, infinite where it is NaN: that compares as neither near nor far."""
+    kl = divergence(wanted, found)
+    return math.inf if math.isnan(kl) else kl
 
 
 def most_of(hits: int, count: int) -> float:

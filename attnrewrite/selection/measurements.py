@@ -1,7 +1,7 @@
 """What a selection measures: candidates alone, their costs, whole choices. What takes long is kept for a restart."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -134,26 +134,26 @@ class Measurements:
     def _cross_fit(self) -> CrossFit:
         return CrossFit(self.extraction, self.images, self.execution, self.processes)
 
-    def _too_much(self, seen: np.ndarray, logits: Tensor) -> bool:
-        """Whether a loss is beyond --max-drop, if the images that were not measured lose as much as those `seen`."""
-        budget, times = self.auto.budget.max_drop, len(self.images.images) // len(seen)
-        if budget is None or times < 2:
-            return False
-        return self.meter.of_images(np.tile(seen, times)).loss(logits.repeat(times, 1)).bound > budget
+    def _as_if_all(self, seen: np.ndarray, logits: Tensor) -> Loss:
+        """What is lost if the images that were not measured lose as much as those `seen`, whose logits these are."""
+        every = np.resize(np.arange(len(seen)), len(self.images.images))
+        loss = self.meter.of_images(seen[every]).loss(logits[torch.from_numpy(every)])
+        return replace(loss, images=len(seen))
 
     def loss(self, standing: Mapping[str, Variant]) -> Loss:
         """What the model loses with these variants at its sites, every image measured by a model not fitted to it; on a
-        part of the images, where those lose more than --max-drop allows.
+        part of the images, and as if all were like those, where that is more than --max-drop allows.
         """
-        plan = self._plan({**self._softmax, **standing})
+        plan, budget = self._plan({**self._softmax, **standing}), self.auto.budget.max_drop
 
         def measure() -> dict[str, Any]:
             seen, logits = np.zeros(0, int), self.meter.original[:0]
             for numbers, found in self._cross_fit.outputs(plan):
                 seen, logits = np.concatenate([seen, numbers]), torch.cat([logits, found])
-                if self._too_much(seen, logits):
+                loss = self._as_if_all(seen, logits)
+                if budget is not None and loss.bound > budget:
                     break
-            return asdict(self.meter.of_images(seen).loss(logits))
+            return asdict(loss)
 
         return Loss(**self._kept(f"loss of {self._described(standing)}", measure))
 

@@ -116,12 +116,7 @@ def most_sites(table: Table) -> Table:
     """The same losses with prices that maximise the number of replaced sites, ties broken by the lower loss. A loss of
     at most NEGLIGIBLE is worth a lower price.
     """
-    possible = [
-        price
-        for prices, losses in zip(table.price, table.loss, strict=True)
-        for price, loss in zip(prices[1:], losses[1:], strict=True)
-        if math.isfinite(price + loss)
-    ]
+    possible = [prices[number] for site, prices in enumerate(table.price) for number in table.possible(site)]
     lowest, highest = min(possible, default=0.0), max(possible, default=0.0)
     worth = NEGLIGIBLE / (highest - lowest) if highest > lowest else 0.0
 

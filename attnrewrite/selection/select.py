@@ -49,18 +49,19 @@ def select(auto: Auto, extraction: Extraction, images: Pool, execution: Executio
 
     Raises:
         InputError: the model is no classifier, or the images are too few for the promise.
-        NothingMatchedError: nothing can be replaced within --max-drop.
+        NothingMatchedError: no candidate can stand anywhere, or nothing can be replaced within --max-drop.
         CheckFailedError: no choice comes down to --max-latency.
     """
     found = Measurements(auto, extraction, images, execution, processes)
     _check_promise(found)
     table = Table(tuple(found.scanned), losses(found.scanned), prices(found))
+    _check_possible(found, table)
     steps = _searched(found, table)
     best = cheapest_that_holds(table, steps) if auto.budget.max_drop is not None else closest(steps)
     if best is None or not any(best.choice):
         raise _nothing(found, table, steps)
     return Selection(
-        standing(auto, table, best.choice), _reasons(auto, table, best.choice), report(found, table, steps, best)
+        standing(auto, table, best.choice), _reasons(found, table, best.choice), report(found, table, steps, best)
     )
 
 
@@ -102,6 +103,16 @@ def _check_promise(found: Measurements) -> None:
         )
 
 
+def _check_possible(found: Measurements, table: Table) -> None:
+    """Raise NothingMatchedError where no budget would help."""
+    if not any(map(table.possible, range(len(table.sites)))):
+        what, why = _obstacle(found, table, 0)
+        raise NothingMatchedError(
+            f"no candidate can stand at any site of {found.extraction.name} ({what} at {table.sites[0]}: {why}): "
+            "give other candidates (--candidates)"
+        )
+
+
 def _searched(found: Measurements, table: Table) -> list[Step]:
     auto, asked = found.auto, found.auto.budget
 
@@ -130,16 +141,26 @@ def _searched(found: Measurements, table: Table) -> list[Step]:
     )
 
 
-def _reasons(auto: Auto, table: Table, choice: Choice) -> dict[str, Refusal]:
+def _reasons(found: Measurements, table: Table, choice: Choice) -> dict[str, Refusal]:
     """Why sites are left as they are."""
-    reasons = {}
-    for site, number, row in zip(table.sites, choice, table.loss, strict=True):
-        if number == 0:
-            near = min(range(1, len(row)), key=row.__getitem__)
-            what = described(auto.candidates[near - 1])
-            why = f"the budget is better spent elsewhere (closest there: {what}, {row[near]:.2g} nats)"
-            reasons[site] = Refusal("not-selected", why)
-    return reasons
+    return {table.sites[site]: _reason(found, table, site) for site, number in enumerate(choice) if number == 0}
+
+
+def _reason(found: Measurements, table: Table, site: int) -> Refusal:
+    row, possible = table.loss[site], table.possible(site)
+    if not possible:
+        what, why = _obstacle(found, table, site)
+        return Refusal("no-candidate", f"no candidate can stand there ({what}: {why})")
+    near = min(possible, key=row.__getitem__)
+    what = described(found.auto.candidates[near - 1])
+    why = f"the budget is better spent elsewhere (closest there: {what}, {row[near]:.2g} nats)"
+    return Refusal("not-selected", why)
+
+
+def _obstacle(found: Measurements, table: Table, site: int) -> tuple[str, str]:
+    """The first candidate, and why it cannot stand at a site where none can."""
+    why = found.scanned[table.sites[site]][0].get("reason", f"{found.auto.budget.target} does not take it")
+    return described(found.auto.candidates[0]), why
 
 
 def _nothing(found: Measurements, table: Table, steps: Sequence[Step]) -> NothingMatchedError:

@@ -16,10 +16,11 @@ from attnrewrite.calibration.importance import FINE_DRAWS, Importance
 from attnrewrite.calibration.points import Point, fit_points
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.segments import Segments
-from attnrewrite.calibration.stage import StageInput, divergence
+from attnrewrite.calibration.stage import StageInput
 from attnrewrite.calibration.workplace import Workplace
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.pool import first_tensor
+from attnrewrite.selection.loss_bound import distance
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Variant, refusal_of
 
@@ -101,7 +102,7 @@ class _Network:
         try:
             chooses = bool(self.teacher.images.parts)  # enough images for the fit to see by itself whether it helps
             found = [self._outputs() for done in self._fitting(site, variant, near) if done or not chooses]
-            return Trial(site.id, number, min(found, key=lambda each: divergence(self.given.wanted, each)), None)
+            return Trial(site.id, number, min(found, key=lambda each: distance(self.given.wanted, each)), None)
         except (CheckFailedError, torch.linalg.LinAlgError) as error:
             return Trial(site.id, number, None, str(error))
         finally:

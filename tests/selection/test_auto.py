@@ -1,10 +1,12 @@
 """Conversions whose variants were selected: what stands where, what is written, what an interruption leaves."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from attnrewrite.selection.costs import WHOLE, Costs, Timer, priced
 from attnrewrite.selection.knapsack import Table
 from attnrewrite.selection.problem import described
 from attnrewrite.selection.search import Losing, Step
+from attnrewrite.selection.trials import Trial
 from attnrewrite.targets.base import Availability, Pricing, get_target
 from attnrewrite.targets.devices.apple_npu import CoreMLNpu
 
@@ -252,6 +255,36 @@ def test_what_cannot_be_promised_or_found_says_so(images: torch.Tensor, labelled
         ar.convert(model, inputs, **auto, max_drop=9.0, calibration=[(images[0], 99), *labelled])
     with pytest.raises(NothingMatchedError, match=r"no site of Encoder is to be replaced .*\(replacing 1 of 1"):
         ar.convert(model, inputs, variant="auto", candidates=["l1"], max_drop=2.0, keep=["site1"], calibration=labelled)
+
+
+def test_where_no_candidate_can_stand_the_budget_is_not_to_blame(
+    labelled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = measurements.trials
+    broken: set[str] = set()
+
+    def trials(*given: Any) -> Iterator[Trial]:
+        return (replace(each, output=None, reason="it fell") if each.site in broken else each for each in own(*given))
+
+    monkeypatch.setattr(measurements, "trials", trials)
+    how: dict[str, Any] = {"variant": "auto", "candidates": FEW, "calibration": labelled[:80]}
+    broken.add("site1")
+    done = ar.convert(encoder(), INPUTS, max_drop=60.0, **how)
+    notes = {site["id"]: site["note"] for site in done.report["sites"]}
+    assert notes["site1"].endswith("no candidate can stand there (l1: it fell)")
+    broken.add("site0")
+    budgets: list[dict[str, Any]] = [{"max_drop": 60.0}, {"max_latency": 0.5, "target": "gpu"}]
+    for budget in budgets:
+        with pytest.raises(NothingMatchedError) as raised:
+            ar.convert(encoder(), INPUTS, **budget, **how)
+        assert str(raised.value) == (
+            "no candidate can stand at any site of Encoder (l1 at site0: it fell): give other candidates (--candidates)"
+        )
+
+
+def test_a_candidate_that_has_no_price_can_not_stand() -> None:
+    table = Table(("a", "b"), ((0.0, math.inf, 0.1), (0.0, 0.2, 0.1)), ((0.0, -1.0, math.inf), (0.0, -1.0, math.inf)))
+    assert [table.possible(site) for site in range(2)] == [[], [1]]
 
 
 def test_the_command_line_selects_and_writes_the_page(

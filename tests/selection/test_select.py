@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,13 @@ def test_with_labels_a_change_costs_the_difference_of_the_chances() -> None:
     assert loss.points == pytest.approx(100 * 10 / 1000 * (0.8 - 0.1), abs=1e-2)
     assert loss.counted == pytest.approx(0.7)
     assert loss.points < loss.bound < loss.points + 1
+
+
+def test_logits_that_are_no_number_are_infinitely_far_off() -> None:
+    loss = LossMeter.of(logits([0] * 10, 0.9), None).loss(torch.full((10, 3), math.nan).double())
+    assert loss.kl == math.inf
+    steps = [Step((number,), 0.1, replace(loss, kl=kl), True) for number, kl in enumerate((loss.kl, 0.3))]
+    assert closest(steps) is steps[1]
 
 
 def test_a_count_that_contradicts_the_chances_raises_the_bound() -> None:

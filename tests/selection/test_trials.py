@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fits import HEADS, KINDS, WIDTH, Model, calibration
+from fits import HEADS, KINDS, WIDTH, Model, calibration, pictures
 from torch import Tensor, nn
 
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
+from attnrewrite.selection import trials as trials_module
 from attnrewrite.selection.trials import trials
 from attnrewrite.variants.registry import get_variant
 
@@ -42,3 +43,14 @@ def test_a_site_is_found_the_same_whatever_was_tried_before_it(kind: str) -> Non
     assert {name: bool((tensor == before[name]).all()) for name, tensor in given.student.state_dict().items()} == (
         dict.fromkeys(before, True)
     )
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_output_that_is_no_number_is_never_the_closer_one(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = calibration("bare", get_variant("softmax"), pictures(20), Bare())  # too few for the fit to choose by
+    site = scan(FxGraph(given.original), "bare").sites[:1]
+    whole, broken = torch.zeros_like(given.wanted), torch.full_like(given.wanted, torch.nan)
+    outputs = iter([broken, whole] if first else [whole, broken])
+    monkeypatch.setattr(trials_module._Network, "_outputs", lambda self: next(outputs))
+    (found,) = trials(given, site, [get_variant("l1")])
+    assert found.output is whole
