@@ -43,7 +43,7 @@ FLOORS = (
     ("plan",),
     ("passes",),
     ("passes.fx", "passes.onnx"),
-    ("frontends.onnx_import", "targets", "targets.coreml.operators"),
+    ("frontends.onnx", "targets", "targets.coreml.operators"),
     ("targets.coreml.passes",),
     ("frontends", "targets.runners", "targets.coreml", "targets.tvm.schedules"),
     ("targets.tvm.schedules.cpu",),

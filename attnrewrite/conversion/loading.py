@@ -10,7 +10,7 @@ from torch import Tensor
 from attnrewrite.conversion.record import Conversion, deployed
 from attnrewrite.errors import refuse_given, unknown_name
 from attnrewrite.frontends.capture import capture
-from attnrewrite.frontends.onnx_scan import examine_onnx, is_onnx
+from attnrewrite.frontends.onnx.scan import examine_onnx, is_onnx
 from attnrewrite.frontends.sources import Source, load_source
 from attnrewrite.images.preprocessing import override
 from attnrewrite.patterns.fx.graph import FxGraph

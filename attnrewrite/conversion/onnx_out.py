@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from attnrewrite.errors import CheckFailedError, first_line
 from attnrewrite.frontends.batches import repeated
-from attnrewrite.frontends.onnx_file import open_sizes
-from attnrewrite.frontends.onnx_import.compared import TOLERANCE, difference, half_of
+from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, half_of
+from attnrewrite.frontends.onnx.file import open_sizes
 from attnrewrite.passes.onnx.rewrite import OnnxRewrite
 from attnrewrite.passes.verify import HALF_STEPS
 from attnrewrite.patterns.onnx.files import quiet_ir, read_model

@@ -24,7 +24,7 @@ from attnrewrite.frontends.checkpoints import SUFFIXES, load_checkpoint, read_pr
 from attnrewrite.frontends.examples import TEXT, given_examples, made_example, many_as_taken, reads_tokens, require_runs
 from attnrewrite.frontends.factories import call_factory, split_factory
 from attnrewrite.frontends.libraries import LIBRARIES, PRETRAINED, build
-from attnrewrite.frontends.onnx_scan import check_onnx, is_onnx
+from attnrewrite.frontends.onnx.scan import check_onnx, is_onnx
 from attnrewrite.frontends.trust import NO_CODE, code_digest, remembered
 from attnrewrite.images.preprocessing import (
     Preprocessing,
@@ -333,7 +333,7 @@ def _from_folder(folder: Path, checkpoint: str | None) -> Source:
 
 def _from_onnx(path: Path, checkpoint: str | None, size: Size | None) -> Source:
     check_onnx(path, checkpoint)
-    from attnrewrite.frontends.onnx_file import load_file
+    from attnrewrite.frontends.onnx.file import load_file
 
     loaded = load_file(path, size)
     origin = Origin(str(path.absolute()), input_size=size)

@@ -15,8 +15,8 @@ from tiny_vits import IMAGE, Vit
 
 import attnrewrite as ar
 from attnrewrite.frontends.capture import capture
-from attnrewrite.frontends.onnx_import.compared import TOLERANCE, difference
-from attnrewrite.frontends.onnx_import.importer import import_graph
+from attnrewrite.frontends.onnx.compared import TOLERANCE, difference
+from attnrewrite.frontends.onnx.importer import import_graph
 from attnrewrite.frontends.torchvision import import_torchvision
 from attnrewrite.passes.onnx.diff import difference as model_difference
 from attnrewrite.patterns.fx.graph import FxGraph

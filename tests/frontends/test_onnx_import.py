@@ -10,7 +10,7 @@ from onnx_spellings import NOT_ON_PROCESSORS, SPELLINGS, proto, spelled
 
 from attnrewrite.errors import InputError
 from attnrewrite.frontends.capture import capture
-from attnrewrite.frontends.onnx_import.importer import TOLERANCE, difference, import_model
+from attnrewrite.frontends.onnx.importer import TOLERANCE, difference, import_model
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx

@@ -10,10 +10,10 @@ from onnx_quantised import with_pairs
 from onnx_spellings import proto, spelled
 
 from attnrewrite.errors import CheckFailedError, InputError
-from attnrewrite.frontends.onnx_import import left_out as leaving
-from attnrewrite.frontends.onnx_import.compared import TOLERANCE, difference, run
-from attnrewrite.frontends.onnx_import.importer import example_inputs, import_model
-from attnrewrite.frontends.onnx_import.left_out import left_out
+from attnrewrite.frontends.onnx import left_out as leaving
+from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, run
+from attnrewrite.frontends.onnx.importer import example_inputs, import_model
+from attnrewrite.frontends.onnx.left_out import left_out
 from attnrewrite.patterns.onnx.graph import OnnxGraph
 
 _ZERO = "w = Constant<value_int=3>()\n z = Cast<to=%d>(w)\n s = Constant<value_float=0.03125>()\n"

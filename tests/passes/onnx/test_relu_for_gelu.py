@@ -14,7 +14,7 @@ from onnx_runs import run
 from torch import Tensor, nn
 
 from attnrewrite.frontends.capture import capture
-from attnrewrite.frontends.onnx_import.importer import import_model
+from attnrewrite.frontends.onnx.importer import import_model
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.onnx.rewrite import OnnxRewrite
 from attnrewrite.patterns.fx.graph import FxGraph

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from attnrewrite.errors import InputError
 from attnrewrite.frontends.capture import capture
-from attnrewrite.frontends.onnx_import.importer import import_model
+from attnrewrite.frontends.onnx.importer import import_model
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.onnx.diff import difference
 from attnrewrite.passes.onnx.rewrite import OnnxRewrite

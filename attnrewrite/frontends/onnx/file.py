@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from attnrewrite.errors import InputError
-from attnrewrite.frontends.onnx_import.importer import import_graph
-from attnrewrite.frontends.onnx_import.left_out import LeftOut, left_out
+from attnrewrite.frontends.onnx.importer import import_graph
+from attnrewrite.frontends.onnx.left_out import LeftOut, left_out
 from attnrewrite.patterns.onnx.files import read_model
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
 from attnrewrite.patterns.onnx.sizes import real_inputs

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from attnrewrite.frontends.onnx_import.call import Call, Translation, torch_dtype
+from attnrewrite.frontends.onnx.call import Call, Translation, torch_dtype
 from attnrewrite.patterns.onnx.gelu import gelu_argument
 
 

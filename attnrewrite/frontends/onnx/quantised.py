@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from attnrewrite.frontends.onnx_import.call import Call, Translation, torch_dtype
+from attnrewrite.frontends.onnx.call import Call, Translation, torch_dtype
 from attnrewrite.passes.roundings import step_name
 
 # ONNX's integers that are read as whole numbers in float32

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.frontends.onnx_import.arithmetic import OPERATORS
-from attnrewrite.frontends.onnx_import.call import Call, Translation, torch_dtype
-from attnrewrite.frontends.onnx_import.compared import TOLERANCE, difference
-from attnrewrite.frontends.onnx_import.layers import LAYERS
-from attnrewrite.frontends.onnx_import.movement import MOVES
-from attnrewrite.frontends.onnx_import.quantised import INTEGERS
-from attnrewrite.frontends.onnx_import.quantised import QUANTISED as ROUNDINGS
+from attnrewrite.frontends.onnx.arithmetic import OPERATORS
+from attnrewrite.frontends.onnx.call import Call, Translation, torch_dtype
+from attnrewrite.frontends.onnx.compared import TOLERANCE, difference
+from attnrewrite.frontends.onnx.layers import LAYERS
+from attnrewrite.frontends.onnx.movement import MOVES
+from attnrewrite.frontends.onnx.quantised import INTEGERS
+from attnrewrite.frontends.onnx.quantised import QUANTISED as ROUNDINGS
 from attnrewrite.patterns.onnx.graph import OnnxGraph
 from attnrewrite.patterns.onnx.operators import QUANTISED, SHAPE_ONLY, UNQUANTISED
 from attnrewrite.patterns.onnx.recognise import attribute_name

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from torch import Tensor
 
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.frontends.onnx_import.compared import run
+from attnrewrite.frontends.onnx.compared import run
 from attnrewrite.patterns.onnx.graph import OnnxGraph
 from attnrewrite.patterns.onnx.quantised import Rounding, without
 from attnrewrite.patterns.onnx.writer import Writer

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from attnrewrite.frontends.onnx_import.call import Call
+from attnrewrite.frontends.onnx.call import Call
 
 
 def _gemm(call: Call) -> Node:

@@ -26,7 +26,7 @@ def examine_onnx(
     """
     path = as_path(path)
     check_onnx(path, checkpoint)
-    from attnrewrite.frontends.onnx_file import examine_file
+    from attnrewrite.frontends.onnx.file import examine_file
 
     return examine_file(path, None if input_size is None else parse_size(input_size))
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from attnrewrite.frontends.onnx_import.call import Call, torch_dtype
+from attnrewrite.frontends.onnx.call import Call, torch_dtype
 
 
 def _reshape(call: Call) -> Node:
