@@ -1,5 +1,5 @@
-"""Functions of float16 vectors, given every number of float16: here, where each product and sum is rounded, and as code
-for an ARM core under emulation, where a multiply-add is rounded once.
+"""Functions of float16 vectors, given every number of float16: here, where each product and sum is rounded unless the
+processor computes in float16, and as code for an ARM core under emulation, where a multiply-add is rounded once.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from attnrewrite.targets.tvm import compat
 from attnrewrite.targets.tvm.schedules.cpu import half, vectors
 from attnrewrite.targets.tvm.schedules.cpu.function import each, function
 from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
-from attnrewrite.targets.tvm.schedules.profile import FLOAT16, Profile, profile
+from attnrewrite.targets.tvm.schedules.profile import FLOAT16, Profile, features_for, profile
 from attnrewrite.targets.tvm.schedules.rule import Argument
 
 ALL = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
@@ -35,6 +35,10 @@ FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 FALLING = ("falling_power",)  # have no arguments above 0
 LIKE_THEIR_ARGUMENT = ("gelu", "silu")
+# the largest errors that are told, in units of U
+EACH_ROUNDED = {"gelu": 1.4, "falling_power": 1.4, "sigmoid": 1.6, "silu": 2.0}
+ROUNDED_ONCE = {"gelu": 1.2, "falling_power": 1.1, "sigmoid": 1.6, "silu": 2.0}
+TOLD_HERE = EACH_ROUNDED if HOST.features.isdisjoint(features_for("fp16")) else ROUNDED_ONCE
 
 
 def compiled(name: str, lanes: int, processor: Profile) -> object:
@@ -68,14 +72,14 @@ def off(found: np.ndarray, name: str) -> float:
 
 
 @pytest.mark.parametrize("lanes", [1, 8, 16])
-@pytest.mark.parametrize(("name", "worst"), [("gelu", 1.4), ("falling_power", 1.4), ("sigmoid", 1.6), ("silu", 2.0)])
+@pytest.mark.parametrize(("name", "worst"), TOLD_HERE.items())
 def test_every_number_gives_what_is_told(name: str, worst: float, lanes: int) -> None:
     found = here(name, lanes)
     assert worst - 0.1 < off(found, name) <= worst
     assert np.isnan(found[np.isnan(ALL)]).all()
 
 
-@pytest.mark.parametrize(("name", "worst"), [("gelu", 1.2), ("falling_power", 1.1), ("sigmoid", 1.6), ("silu", 2.0)])
+@pytest.mark.parametrize(("name", "worst"), ROUNDED_ONCE.items())
 def test_so_does_code_for_arm(name: str, worst: float, tmp_path: Path) -> None:
     library = tmp_path / "function.so"
     try:
