@@ -95,6 +95,13 @@ def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tup
     return Draw("the example", example, is_example=True), replace(mixed, fallbacks=of_each_kind)
 
 
+def drawn_alike(example: tuple[Tensor, ...], seed: int = 0) -> tuple[Draw, Draw]:
+    """The example, then a draw of as many images of the same shapes, with a third of each kind as in `drawn`."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = tuple(_in_parts(tensor, list(tensor.shape), KINDS, generator) for tensor in example)
+    return Draw("the example", example, is_example=True), Draw(f"{MIXED}, as many images as in the example", inputs)
+
+
 def in_one_batch(draws: Sequence[Draw]) -> tuple[Draw, ...]:
     """The two `draws` of `drawn` as one, which takes one run: the example as the first image of the batch of two. As
     they are, where the example is not one image, or an input is not given for each image by itself.

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from attnrewrite.errors import Refusal, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import Draw
-from attnrewrite.passes.verify import known_error, outputs
+from attnrewrite.passes.verify import HALF, known_error, outputs
 
 APART_TOLERANCE = 1e-4  # the same operations on more images at once, but for the order of the sums
 
@@ -83,12 +83,24 @@ def answers_otherwise(
 
 @torch.no_grad()
 def _off(opened: Callable[..., Any], inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Refusal | None:
+    count = inputs[0].shape[0]
     try:
         with without_torch_logs():
-            error = max(map(known_error, outputs(opened(*inputs)), wanted), default=0.0)
+            found = outputs(opened(*inputs))
     except Exception as failure:  # operators raise many kinds
-        return Refusal("batch-refused", f"takes no batch of {inputs[0].shape[0]}: {first_line(failure)}")
-    if error <= APART_TOLERANCE:
+        return Refusal("batch-refused", f"takes no batch of {count}: {first_line(failure)}")
+    for index, (answer, known) in enumerate(zip(found, wanted, strict=True)):
+        if answer.shape != known.shape:
+            shapes = f"as {list(answer.shape)} for {count} images, not {list(known.shape)}"
+            return Refusal("no-batch-out", f"gives output {index} {shapes}")
+    error = max(map(known_error, found, wanted), default=0.0)
+    allowed = max((_allowed(answer) for answer in wanted), default=APART_TOLERANCE)
+    if error <= allowed:
         return None
-    told = f"answers an image otherwise beside others (by {error:.2e}, allowed {APART_TOLERANCE:.0e})"
+    told = f"answers an image otherwise beside others (by {error:.2e}, allowed {allowed:.0e})"
     return Refusal("images-mixed", f"{told}: what it computes for one image follows the batch")
+
+
+def _allowed(answer: Tensor) -> float:
+    """How far apart the same operations on more images may be: half precision rounds on the way, every layer anew."""
+    return float(torch.finfo(answer.dtype).eps ** 0.5) if answer.dtype in HALF else APART_TOLERANCE

@@ -4,7 +4,7 @@ Such sites are one attention of several heads, written apart. They are told by s
 tokens, the same shapes, scale and masks, and results that nothing reads before one operation joins them all.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from attnrewrite.site import AttentionSite, Core, Group, Layout, Operand, Projec
 
 @dataclass(frozen=True)
 class _Way:
-    """From a site's output through movement to the operation that joins it with others; `alone`: none else reads it."""
+    """From a site's output through movement to an operation that joins it with others; `alone`: none else reads it."""
 
     site: AttentionSite
     core: Core
@@ -26,14 +26,34 @@ class _Way:
 
 
 def with_groups(graph: GraphView, found: Scan) -> Scan:
-    """`found` with its groups: sites that one operation joins, as heads of one attention or with the reason why not."""
-    joints: dict[str, list[_Way]] = {}
-    for site in found.sites:
-        if site.core is not None and site.axis == "token":
-            way = _way(graph, site, site.core)
-            if way is not None:
-                joints.setdefault(way.path[-1], []).append(way)
-    return replace(found, groups=tuple(_group(graph, value, ways) for value, ways in joints.items() if len(ways) > 1))
+    """`found` with its groups: sites that one operation joins, as heads of one attention or with the reason why not.
+
+    A loop that lays each head beside those before it joins them in several operations: a group is what the last of
+    them joins, where that is one attention, else what the first does.
+    """
+    ways = [list(_ways(graph, site, site.core)) for site in found.sites if site.core and site.axis == "token"]
+    groups: list[Group] = []
+    for value, joined in _nested(ways).items():
+        group = _group(graph, value, joined)
+        if isinstance(group.output, Operand):
+            groups.append(group)
+    members = {member for group in groups for member in group.members}
+    first = _joints(way for each in ways for way in each[:1] if way.site.id not in members)
+    return replace(found, groups=(*groups, *(_group(graph, value, joined) for value, joined in first.items())))
+
+
+def _joints(ways: Iterable[_Way]) -> dict[str, list[_Way]]:
+    """The ways of each operation that joins several sites."""
+    found: dict[str, list[_Way]] = {}
+    for way in ways:
+        found.setdefault(way.path[-1], []).append(way)
+    return {value: joined for value, joined in found.items() if len(joined) > 1}
+
+
+def _nested(ways: Sequence[Sequence[_Way]]) -> dict[str, list[_Way]]:
+    """The ways of each operation that is the last of several to join sites."""
+    last = {each[-1].path[-1] for each in ways if len(each) > 1}
+    return {value: joined for value, joined in _joints(way for each in ways for way in each).items() if value in last}
 
 
 def named_as_before(found: Scan, before: Scan, joined: Mapping[str, Group]) -> Scan:
@@ -54,12 +74,12 @@ def named_as_before(found: Scan, before: Scan, joined: Mapping[str, Group]) -> S
 
 def _group(graph: GraphView, value: str, ways: Sequence[_Way]) -> Group:
     """The sites that `value` joins, in the order in which it does."""
-    order = graph.operation(value).inputs
-    ways = sorted(ways, key=lambda way: order.index((way.core.output.value, *way.path)[-2]))
+    ways = sorted(ways, key=lambda way: int(np.argmax(_pushed(graph, way) != FILL)))
     return Group(tuple(way.site.id for way in ways), _apart(ways) or _together(graph, value, ways))
 
 
-def _way(graph: GraphView, site: AttentionSite, core: Core) -> _Way | None:
+def _ways(graph: GraphView, site: AttentionSite, core: Core) -> Iterator[_Way]:
+    """The ways to the operations that join a site's output with others, nearest first."""
     value, alone = core.output.value, True
     path: tuple[str, ...] = ()
     while True:
@@ -68,10 +88,15 @@ def _way(graph: GraphView, site: AttentionSite, core: Core) -> _Way | None:
             user for user in users if graph.operation(user).kind == "move" and value in graph.operation(user).inputs
         ]
         if len(moves) != 1:
-            return None
+            return
         value, path, alone = moves[0], (*path, moves[0]), alone and len(users) == 1
         if len(set(graph.operation(value).inputs)) > 1:
-            return _Way(site, core, path, alone)
+            yield _Way(site, core, path, alone)
+
+
+def _pushed(graph: GraphView, way: _Way) -> np.ndarray:
+    """Which of the site's elements stands where in what joins it, flattened."""
+    return push(graph, way.core.output.value, way.path).reshape(-1)
 
 
 def _apart(ways: Sequence[_Way]) -> Refusal | None:
@@ -114,7 +139,7 @@ def _together(graph: GraphView, value: str, ways: Sequence[_Way]) -> Operand | R
     shape = graph.shape(value)
     places = []
     for way in ways:
-        index = push(graph, way.core.output.value, way.path).reshape(-1)
+        index = _pushed(graph, way)
         numbers = _numbers(way.core.output.layout, graph.shape(way.core.output.value))
         place = np.full(numbers.size, FILL, np.int64)
         place[index[index != FILL]] = np.flatnonzero(index != FILL)

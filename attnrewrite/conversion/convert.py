@@ -17,7 +17,7 @@ from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.replacing import Replaced, Replacement
 from attnrewrite.conversion.sites import fates_of, groups_without, kept_sites, require_grid, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
-from attnrewrite.frontends.batches import image_size_of, input_names, opened, require_taken, tell_fixed
+from attnrewrite.frontends.batches import fed_apart, image_size_of, input_names, opened, require_taken, tell_fixed
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
@@ -64,7 +64,8 @@ def convert_source(
     images = calibration_images(source, calibration, execution.seed)
     execution.apply()
     require_numbers(source.name, source.tensors, source.example_inputs)
-    captured = _captured(source)
+    captured = _captured(source) if images is None else fed_apart(_captured(source))
+    tell_fixed(captured)
     scanned, kept = _with_heads_joined(source, captured, keep)
     captured, found = replace(captured, module=scanned.graph.module), scanned.scan
     fates = fates_of(found, variant, kept)
@@ -178,9 +179,7 @@ def _captured(source: Source) -> Captured:
     captured = capture(source.name, model, source.example_inputs)
     if not captured.exact:
         raise InputError(f"{captured.note}; it can be explained, but not converted")
-    captured = opened(captured, model)
-    tell_fixed(captured)
-    return captured
+    return opened(captured, model)
 
 
 def _with_heads_joined(

@@ -15,11 +15,11 @@ from attnrewrite.frontends.capture import Captured, batch_of, capture, inputs_of
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.preprocessing import Size
 from attnrewrite.passes.copying import without_torch_logs
+from attnrewrite.passes.draws import drawn_alike
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.open_batch import OpenBatch
 from attnrewrite.passes.fx.signature import is_open
-from attnrewrite.passes.in_batches import InBatches
-from attnrewrite.passes.verify import outputs
+from attnrewrite.passes.in_batches import InBatches, images_mixed
 
 COMPARED = (2, 3)  # the batches of the two exports that tell which constants follow
 
@@ -41,6 +41,28 @@ def opened(captured: Captured, model: nn.Module | ExportedProgram) -> Captured:
     if isinstance(found, Refusal):
         return replace(captured, note=f"the graph {why or found}")
     return _for_any(captured, found.graph)
+
+
+def fed_apart(captured: Captured) -> Captured:
+    """`captured`, with the example's batch for its only one where the graph takes any, but answers an image otherwise
+    beside others: code that reads its first image alone, or statistics of the batch.
+    """
+    if captured.fixed_batch is not None:
+        return captured
+    mixed = _mixed(captured.module, captured.example_inputs)
+    if mixed is None:
+        return captured
+    return replace(captured, fixed_batch=int(captured.example_inputs[0].shape[0]), note=f"the graph {mixed}")
+
+
+@torch.no_grad()
+def _mixed(model: nn.Module, example: tuple[Tensor, ...]) -> Refusal | None:
+    """Whether a model answers an image otherwise beside others, or takes no other batch than the example's."""
+    try:
+        with without_torch_logs():
+            return images_mixed(model, model, drawn_alike(example))
+    except Exception as error:  # a model refuses an input in its own words
+        return Refusal("draw-refused", f"does not take inputs like its example: {first_line(error)}")
 
 
 def _for_any(captured: Captured, graph: GraphModule) -> Captured:
@@ -115,27 +137,17 @@ def runnable(source: Source) -> nn.Module:
 
 
 def fixed_batch(source: Source) -> int | None:
-    """The only batch size that a model takes, by a program's signature or as it answers one image and two; or None."""
+    """The batch size that a model is to be given: the only one of a program's signature, or the example's where it
+    takes no other or answers an image otherwise beside others; None where it takes any.
+    """
     if source.program is not None:
         size = batch_of(inputs_of(source.program))
-        return None if is_open(size) else int(size)
+        if not is_open(size):
+            return int(size)
     example = source.example_inputs
     if not example or not example[0].dim():
         return None
-    own = example[0].shape[0]
-    others = [count for count in (1, 2) if count != own]
-    return None if all(_takes(runnable(source), repeated(example, count)) for count in others) else own
-
-
-@torch.no_grad()
-def _takes(model: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
-    """Whether a model answers each image of `inputs`."""
-    try:
-        with without_torch_logs():
-            answers = outputs(model(*inputs))
-    except Exception:  # a model refuses an input in its own words
-        return False
-    return all(answer.shape[:1] == inputs[0].shape[:1] for answer in answers[:1])
+    return None if _mixed(runnable(source), example) is None else int(example[0].shape[0])
 
 
 def any_batch(source: Source) -> nn.Module:
@@ -143,7 +155,7 @@ def any_batch(source: Source) -> nn.Module:
     module, size = runnable(source), fixed_batch(source)
     if size is None:
         return module
-    captured = opened(capture(source.name, _model(source), source.example_inputs), _model(source))
+    captured = fed_apart(opened(capture(source.name, _model(source), source.example_inputs), _model(source)))
     if captured.fixed_batch is None:
         return captured.module
     tell_fixed(captured)

@@ -16,6 +16,7 @@ from attnrewrite.passes.fx.decompositions import Decompose
 from attnrewrite.passes.fx.edited import copied, input_specs, with_graph
 from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.signature import lost_writes, other_interface, writes, writes_in_place
+from attnrewrite.passes.fx.written_parts import JoinWrittenParts
 from attnrewrite.patterns.fx.operators import operator_name
 
 aten = torch.ops.aten
@@ -136,7 +137,9 @@ class RemoveAssertions(Pass[GraphModule]):
 
 
 FUNCTIONAL: Pipeline[ExportedProgram] = Pipeline((WriteOutFlex(), Functionalise()), name="functional")
-READABLE: Pipeline[GraphModule] = Pipeline((WriteOutComposites(), RemoveDropout(), RemoveAssertions()), name="readable")
+READABLE: Pipeline[GraphModule] = Pipeline(
+    (WriteOutComposites(), JoinWrittenParts(), RemoveDropout(), RemoveAssertions()), name="readable"
+)
 
 
 def functional_graph(program: ExportedProgram) -> GraphModule:

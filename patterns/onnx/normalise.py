@@ -7,7 +7,7 @@ from typing import Protocol
 import onnx_ir as ir
 
 from attnrewrite.patterns.graph import GraphView, Operation
-from attnrewrite.patterns.onnx.operators import BINARY, MOVED, QUANTISED, SIMPLE
+from attnrewrite.patterns.onnx.operators import BINARY, MOVED, QUANTISED, SHAPE_ONLY, SIMPLE
 from attnrewrite.patterns.onnx.prepare import Prepared
 from attnrewrite.patterns.onnx.recognise import normalised_by_hand
 from attnrewrite.patterns.onnx.sizes import PRIVATE
@@ -43,6 +43,8 @@ def normalise(graph: OnnxView, value: str, node: ir.Node) -> Operation:
     special = _SPECIAL.get(node.op_type)
     if special is not None:
         return special(graph, value, node, inputs)
+    if node.op_type in SHAPE_ONLY and graph.is_constant(value):
+        return Operation(value, "other", node.op_type, ())  # what is made of a known size is made of no elements
     kind, name = SIMPLE.get(node.op_type, ("other", node.op_type))
     if kind == "move":
         return _movement(graph, value, node, name)

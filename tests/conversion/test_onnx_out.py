@@ -161,3 +161,32 @@ def test_sites_are_called_what_explain_calls_them(file: Path) -> None:
 def test_a_checkpoint_is_no_use_to_a_file(file: Path) -> None:
     with pytest.raises(InputError, match=r"weights are inside: it takes no --checkpoint"):
         ar.explain(file, checkpoint="weights.pth")
+
+
+class _Pooled(nn.Module):
+    """Pooled by one learned query, as torch's own attention spells it: [B, 8, 16] -> [B, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latent = nn.Parameter(torch.randn(1, 1, 16))
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = self.query(self.latent.expand(len(x), -1, -1))
+        query, key, value = (
+            each.unflatten(-1, (2, 8)).transpose(1, 2) for each in (queries, self.key(x), self.value(x))
+        )
+        pooled = nn.functional.scaled_dot_product_attention(query, key, value)
+        return self.out(pooled.transpose(1, 2).flatten(2))[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_learned_query_scaled_by_its_own_width_is_a_projection_of_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, tokens = _Pooled().eval(), torch.rand(1, 8, 16)
+    torch.onnx.export(model, (tokens,), tmp_path / "pooled.onnx", dynamo=False, opset_version=17)
+    done = ar.convert(tmp_path / "pooled.onnx", variant="softmax")
+    folder = done.save(tmp_path / "out")
+    (found,) = run(ir.load(folder / "model.onnx"), tokens.numpy())
+    with torch.no_grad():
+        np.testing.assert_allclose(found, model(tokens), rtol=1e-5, atol=1e-6)

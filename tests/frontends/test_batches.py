@@ -122,6 +122,35 @@ class AnySize(Pictures):
         return self.head((x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))).mean(1))
 
 
+class OfTheFirst(AnySize):
+    """Code that reads its first picture alone: torch.export leaves its batch open."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:1])
+
+
+class LessTheOthers(AnySize):
+    """Features less the mean of all pictures': torch.export leaves the batch open."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found - found.mean(0, keepdim=True) / 2
+
+
+@pytest.mark.parametrize(("kind", "why"), [(OfTheFirst, "as [1, 5] for 2 images"), (LessTheOthers, "beside others")])
+def test_an_open_batch_whose_pictures_are_not_apart_is_fed_the_examples_and_told(
+    kind: type[AnySize], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = kind(1).eval()
+    with caplog.at_level(logging.WARNING, "attnrewrite"):
+        done = ar.convert(model, (PICTURES[:1],), variant="l1", calibration=PICTURES)
+        found = any_batch(Source("mine", model, None, (PICTURES[:1],)))(PICTURES)
+    assert done.report["fixed_batch"] == 1
+    assert caplog.text.count(why) == 2
+    torch.testing.assert_close(found, one_by_one(model, 1), rtol=1e-5, atol=1e-6)
+    assert [each.n for each in ar.evaluate(done, PICTURES).values()] == [13, 13]
+
+
 @pytest.mark.parametrize("batch", [None, 1, 2])
 def test_a_program_open_in_the_size_of_its_pictures_is_read_for_that_of_its_example(
     batch: int | None, caplog: pytest.LogCaptureFixture

@@ -57,6 +57,20 @@ def turned(heads: list[Tensor]) -> Tensor:
     return torch.cat([head.transpose(1, 2) for head in reversed(heads)], dim=1).transpose(1, 2)
 
 
+def assigned(heads: list[Tensor]) -> Tensor:
+    made = torch.zeros_like(torch.cat(heads, -1))
+    for h, head in enumerate(heads):
+        made[:, :, h * EACH : (h + 1) * EACH] = head
+    return made
+
+
+def one_by_one(heads: list[Tensor]) -> Tensor:
+    made = heads[0]
+    for head in heads[1:]:
+        made = torch.cat([made, head], dim=-1)
+    return made
+
+
 def slices(m: Loop, x: Tensor) -> Iterator[Tensor]:
     q, k, v = m.qkv(x).split(WIDTH, -1)
     for h in range(HEADS):
@@ -156,6 +170,8 @@ def tokens(parts: list[Tensor]) -> Tensor:
 JOINED = {
     "slices, concatenated": (slices, last),
     "slices, stacked": (slices, stacked),
+    "slices, assigned to slices": (slices, assigned),
+    "slices, one laid beside the others": (slices, one_by_one),
     "slices, channels interleaved": (slices, interleaved),
     "chunks, last head first": (chunks, turned),
     "a projection for each": (separate, last),
