@@ -96,6 +96,14 @@ def _rounded(model: ir.Model, module: GraphModule) -> dict[str, str]:
 def run(model: ir.Model, inputs: tuple[Tensor, ...], values: Sequence[str] = ()) -> list[Tensor]:
     """The model's results in onnxruntime, and the `values` on the way; what is quantised runs as it is written.
 
+    Raises InputError as `run_each` does.
+    """
+    return run_each(_showing(model, values) if values else model, [inputs])[0]
+
+
+def run_each(model: ir.Model, given: Sequence[tuple[Tensor, ...]]) -> list[list[Tensor]]:
+    """The model's results in onnxruntime for each of several inputs, one call after another.
+
     Raises:
         InputError: onnxruntime is not installed, or does not run the model.
     """
@@ -103,8 +111,6 @@ def run(model: ir.Model, inputs: tuple[Tensor, ...], values: Sequence[str] = ())
         import onnxruntime
     except ImportError as error:
         raise InputError("onnxruntime is not installed (pip install 'attnrewrite[onnx]')") from error
-    if values:
-        model = _showing(model, values)
     with tempfile.TemporaryDirectory() as folder, quiet_ir():
         path = Path(folder) / "model.onnx"
         ir.save(model, path, external_data="model.data", format="protobuf")
@@ -116,11 +122,12 @@ def run(model: ir.Model, inputs: tuple[Tensor, ...], values: Sequence[str] = ())
         try:
             session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
             names = [value.name for value in session.get_inputs()]
-            made = session.run(None, {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)})
+            feeds = [{name: t.numpy() for name, t in zip(names, inputs, strict=True)} for inputs in given]
+            made = [session.run(None, feed) for feed in feeds]
         except Exception as error:  # onnxruntime raises many kinds
             line = first_line(error)
             raise InputError(f"onnxruntime does not run the model: {line}") from error
-    return [torch.from_numpy(np.asarray(each)) for each in made]
+    return [[torch.from_numpy(np.asarray(each)) for each in results] for results in made]
 
 
 def _showing(model: ir.Model, values: Sequence[str]) -> ir.Model:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from torch import Tensor
 
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.frontends.onnx.compared import run
+from attnrewrite.frontends.onnx.compared import run_each
 from attnrewrite.patterns.onnx.graph import OnnxGraph
 from attnrewrite.patterns.onnx.quantised import Rounding, without
 from attnrewrite.patterns.onnx.writer import Writer
 
+DRAWS = 4  # inputs that are compared, each with roundings drawn anew: on one, an answer that is rounded may stay
 MOST = 4.0  # times what roundings drawn at random change: they add up by chance, and those of one tensor are alike
 _HALF = np.array(0.501, np.float32)  # of a step: what rounding moves a number by at most
 
@@ -34,7 +36,8 @@ class LeftOut:
 
 
 def left_out(graph: OnnxGraph, inputs: tuple[Tensor, ...]) -> LeftOut | None:
-    """What `graph` leaves out of its file, measured in onnxruntime on `inputs`; None where that is nothing.
+    """What `graph` leaves out of its file, measured in onnxruntime on `inputs` and what is like them; None where that is
+    nothing.
 
     Raises:
         CheckFailedError: the answer changes by more than MOST times what the steps explain, and no number lies beyond
@@ -43,14 +46,16 @@ def left_out(graph: OnnxGraph, inputs: tuple[Tensor, ...]) -> LeftOut | None:
     if not graph.roundings:
         return None
     model, own = graph.quantised, len(graph.quantised.graph.outputs)
-    made = run(_showing_shares(model, graph.roundings), inputs)
+    given = [_rolled(inputs, count) for count in range(DRAWS)]
+    made = [*zip(*run_each(_showing_shares(model, graph.roundings), given), strict=True)]
+    exact = [*zip(*run_each(graph.source, given), strict=True)]
+    noisy = [*zip(*run_each(without(model, graph.roundings, _with_noise), given), strict=True)]
     answer, shares = made[:own], made[own:]
-    exact, noisy = run(graph.source, inputs), run(without(model, graph.roundings, _with_noise), inputs)
     found = LeftOut(
         roundings=len(graph.roundings),
         difference=max(_apart(*pair) for pair in zip(exact, answer, strict=True)),
         drawn=max(_apart(*pair) for pair in zip(noisy, exact, strict=True)),
-        beyond=max(float(share) for share in shares),
+        beyond=max(float(share) for each in shares for share in each),
     )
     if found.difference > MOST * found.drawn and not found.beyond:
         raise CheckFailedError(
@@ -60,9 +65,16 @@ def left_out(graph: OnnxGraph, inputs: tuple[Tensor, ...]) -> LeftOut | None:
     return found
 
 
-def _apart(found: Tensor, wanted: Tensor) -> float:
-    size = wanted.double().square().mean().sqrt().clamp(min=1e-12)
-    return float((found.double() - wanted.double()).square().mean().sqrt() / size)
+def _rolled(inputs: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+    """Inputs of the same numbers, which lie in the ranges that the file was quantised for."""
+    return tuple(t.roll(count * t.shape[-1] // DRAWS, -1) if t.dim() > 1 else t for t in inputs)
+
+
+def _apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Over all inputs: the root mean square of what is apart, over that of what is wanted."""
+    apart = torch.cat([(one.double() - other.double()).reshape(-1) for one, other in zip(found, wanted, strict=True)])
+    size = torch.cat([each.double().reshape(-1) for each in wanted]).square().mean().sqrt().clamp(min=1e-12)
+    return float(apart.square().mean().sqrt() / size)
 
 
 def _with_noise(rounded: ir.Value, source: ir.Value) -> ir.Value:
