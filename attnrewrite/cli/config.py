@@ -17,6 +17,8 @@ def read_config(context: typer.Context, config: Path | None) -> Path | None:
     """Make the file's values the command's defaults, before the other options are read."""
     if config is None or context.resilient_parsing:
         return config
+    if config.is_char_device() or config.is_block_device():
+        raise InputError(f"--config {config} is a device: give a file of options")
     try:
         said = tomllib.loads(config.read_text(encoding="utf-8"))
     except OSError as error:

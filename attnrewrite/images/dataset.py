@@ -347,6 +347,8 @@ def _labels(y: np.ndarray | None, count: int, name: str) -> np.ndarray | None:
         raise InputError(f"{name}: y is {y.dtype} {list(y.shape)} and must be {count} integers, one for each image")
     if y.min() < 0:
         raise InputError(f"{name}: y holds {y.min()}, and classes are numbered from 0")
+    if y.max() > np.iinfo(np.int64).max:
+        raise InputError(f"{name}: y holds {y.max()}, which is no number of a class")
     return y.astype(np.int64)
 
 

@@ -67,6 +67,7 @@ def given(tmp_path_factory: pytest.TempPathFactory, models_file: Path) -> Path:
     np.savez(folder / "unnamed.npz", images=pixels)
     np.savez(folder / "unpaired.npz", x=pixels, y=np.arange(3))
     np.savez(folder / "negative.npz", x=pixels, y=np.arange(4) - 1)
+    np.savez(folder / "huge.npz", x=pixels, y=np.full(4, 2**64 - 1, np.uint64))
     beyond_memory(folder / "beyond.npz")
     (folder / "cut.npz").write_bytes((folder / "good.npz").read_bytes()[:-40])
     for name in ("empty", "damaged", "existing", "broken", "torn", "deep"):

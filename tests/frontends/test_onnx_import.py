@@ -370,3 +370,12 @@ def test_a_third_party_file_is_imported(shared: Path) -> None:
     assert (example.dtype, tuple(example.shape)) == (torch.uint8, (2, 64, 128, 3))
     assert difference(ir.load(path), module, (torch.cat([example, example.flip(1)]),)) <= TOLERANCE
     np.testing.assert_allclose(module(example).sum(-1).detach(), 1, rtol=1e-5)
+
+
+def test_a_weight_that_is_no_number_is_named() -> None:
+    model = spelled("plain")
+    damaged = model.graph.initializers["bq"]
+    assert damaged.const_value is not None
+    damaged.const_value = ir.tensor(np.full_like(damaged.const_value.numpy(), np.nan), name="bq")
+    with pytest.raises(InputError, match="weight bq holds NaN"):
+        import_model(model)

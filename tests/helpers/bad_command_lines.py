@@ -102,6 +102,7 @@ CASES: dict[str, tuple[str, int, str]] = {
     "pickled objects": (f"{CALIBRATE} objects.npz", 2, "objects.npz could not be read: it holds pickled objects"),
     "labels of other images": (f"{CALIBRATE} unpaired.npz", 2, "y is int64 [3] and must be 4 integers"),
     "negative labels": (f"{CALIBRATE} negative.npz", 2, "y holds -1, and classes are numbered from 0"),
+    "no number of a class": (f"{CALIBRATE} huge.npz", 2, "y holds 18446744073709551615, which is no number of a class"),
     "too few to calibrate": (f"{CALIBRATE} few.npz", 2, "calibration has 7 of the 8 images that it needs at least"),
     "too few, dry": (f"{CALIBRATE} few.npz --dry-run", 2, "calibration has 7 of the 8 images that it needs at least"),
     "too few samples": (f"{CALIBRATE} some.npz --samples 2", 2, "calibration has 2 of the 8 images"),
@@ -274,6 +275,7 @@ CASES: dict[str, tuple[str, int, str]] = {
     ),
     "existing, to compare": (f"compare models.py:vit {SIZE} --target host --out existing", 2, "existing exists"),
     "no configuration": (f"{CONVERT} --config no.toml", 2, "cannot read --config no.toml: No such file"),
+    "a device for it": (f"{CONVERT} --config /dev/zero", 2, "--config /dev/zero is a device"),
     "a damaged configuration": (f"{CONVERT} --config bad.toml", 2, "--config bad.toml is not TOML"),
     "a typo in it": (
         f"{CONVERT} --config typo.toml",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from attnrewrite.errors import CheckFailedError
+from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.onnx.arithmetic import OPERATORS
 from attnrewrite.frontends.onnx.call import Call, Translation, torch_dtype
 from attnrewrite.frontends.onnx.compared import TOLERANCE, difference
@@ -43,9 +43,11 @@ def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
     Parameters are named by `attribute_name` of the initialisers.
 
     Raises:
-        InputError: an operator is not translated (named, with its node and opset), or onnxruntime is not installed.
+        InputError: an operator is not translated (named, with its node and opset), a weight holds NaN, or onnxruntime
+            is not installed.
         CheckFailedError: the module differs from onnxruntime by more than TOLERANCE.
     """
+    _require_numbers(graph.source)
     module = _Importer(graph).run()
     inputs = example_inputs(graph)
     error = difference(graph.source, module, inputs)
@@ -54,6 +56,13 @@ def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
             f"the imported model differs from onnxruntime by {error:.2e} (allowed {TOLERANCE:.0e}); please report it"
         )
     return module, inputs
+
+
+def _require_numbers(model: ir.Model) -> None:
+    for name, value in model.graph.initializers.items():
+        stored = value.const_value
+        if stored is not None and stored.dtype.is_floating_point() and bool(np.isnan(stored.numpy()).any()):
+            raise InputError(f"weight {name} holds NaN: the file is damaged, or training diverged")
 
 
 def example_inputs(graph: OnnxGraph) -> tuple[Tensor, ...]:

@@ -36,8 +36,8 @@ class LeftOut:
 
 
 def left_out(graph: OnnxGraph, inputs: tuple[Tensor, ...]) -> LeftOut | None:
-    """What `graph` leaves out of its file, measured in onnxruntime on `inputs` and what is like them; None where that is
-    nothing.
+    """What `graph` leaves out of its file, measured in onnxruntime on `inputs` and what is like them; None where that
+    is nothing.
 
     Raises:
         CheckFailedError: the answer changes by more than MOST times what the steps explain, and no number lies beyond
