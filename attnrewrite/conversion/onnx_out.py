@@ -1,5 +1,6 @@
 """A converted model as ONNX: the file that it was read from, with only its sites changed, checked before it counts."""
 
+import re
 from pathlib import Path
 
 import onnx
@@ -18,6 +19,7 @@ from attnrewrite.patterns.onnx.graph import OnnxGraph
 from attnrewrite.patterns.onnx.sizes import real_inputs
 from attnrewrite.plan import Plan
 
+_GENERATED = re.compile(r"_token_\d+(_|$)")  # in names that onnxruntime's optimizer makes up
 _MOST_BYTES = 1 << 30  # a protobuf ends at two gigabytes: larger weights go beside it
 
 
@@ -31,6 +33,7 @@ def write_file(
     """
     model = read_model(source)
     result, _ = OnnxRewrite(plan, open_sizes(model, size)).apply(model)
+    _free_generated_names(result)
     large = (
         sum(value.const_value.nbytes for value in result.graph.initializers.values() if value.const_value) > _MOST_BYTES
     )
@@ -51,6 +54,18 @@ def write_file(
             f"{source}: the rewritten model differs from the torch module by {off:.2e} (allowed {allowed:.0e}); "
             "nothing was written"
         )
+
+
+def _free_generated_names(model: ir.Model) -> None:
+    """Rename what onnxruntime named, in a file that it optimised and saved: sizes, and what has a name of its kind.
+    Optimising it again it makes up the same names, and refuses the file ("Attempt to replace the existing tensor").
+    """
+    stored = dict(model.graph.initializers)
+    if not any(map(_GENERATED.search, stored)):
+        return
+    for name, value in stored.items():
+        if _GENERATED.search(name) or value.dtype == ir.DataType.INT64:
+            value.name = f"kept/{name}"
 
 
 def _of_its_batch(model: ir.Model, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

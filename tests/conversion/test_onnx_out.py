@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 from onnx_runs import exported_vit, run
@@ -190,3 +191,23 @@ def test_a_learned_query_scaled_by_its_own_width_is_a_projection_of_its_own(tmp_
     (found,) = run(ir.load(folder / "model.onnx"), tokens.numpy())
     with torch.no_grad():
         np.testing.assert_allclose(found, model(tokens), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("variant", "depth"), [("l1", 1), ("softmax", 3)])
+def test_a_file_that_onnxruntime_optimised_and_saved_can_be_optimised_again(
+    variant: str, depth: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, images = Vit(depth).eval(), torch.rand(1, *IMAGE[1:])
+    torch.onnx.export(model, (images,), tmp_path / "plain.onnx", dynamo=False, opset_version=17)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    onnxruntime.InferenceSession(tmp_path / "plain.onnx", options, providers=["CPUExecutionProvider"])
+    done = ar.convert(tmp_path / "optimised.onnx", variant=variant)
+    folder = done.save(tmp_path / "out")
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    with torch.no_grad():
+        np.testing.assert_allclose(found, done.module(images), rtol=1e-4, atol=1e-5)
