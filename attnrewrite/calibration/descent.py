@@ -6,7 +6,7 @@ The rest of the network takes no part: a step costs the site alone, forwards and
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
@@ -239,13 +239,9 @@ class _Descent:
 
     def __init__(self, site: SiteModule, schedule: Schedule, size: int) -> None:
         self.site, self.schedule, self.size = site, schedule, size
-        parameters = searched(site)
         site.requires_grad_(False)
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        self.rates = _rates(parameters)
-        groups = [{"params": [each]} for each in parameters]
-        self.optimizer = torch.optim.Adam(groups, eps=LEAST_GRADIENT, fused=True)
+        self.weights = _Flat(searched(site))
+        self.optimizer = torch.optim.Adam([self.weights.scaled], eps=LEAST_GRADIENT, fused=True)
         self.done, self.scale = 0, 0.0
 
     def through(self, sample: Sample, steps: int) -> None:
@@ -253,29 +249,58 @@ class _Descent:
         if not self.done:
             few = sample.rows(slice(SCALED_STEPS * self.size))
             self.scale = _error(self.site, few, self.size) / len(few.wanted) or 1.0
-        for rows in islice(_drawn(len(sample.wanted), self.size), steps):
-            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-                group["lr"] = rate * self.schedule.rate_at(self.done)
-            self.optimizer.zero_grad()
+        for rows in islice(_drawn(len(sample.wanted), self.size, sample.wanted.device), steps):
+            self.optimizer.param_groups[0]["lr"] = self.schedule.rate_at(self.done)
+            self.weights.gradient.zero_()
             with torch.enable_grad():
-                error = _part(self.site, sample.rows(rows.to(sample.wanted.device)))
-                (error / (self.scale * len(rows))).backward()  # type: ignore[no-untyped-call]
+                part = sample.rows(rows)
+                (_part(self.site, part) / (self.scale * len(part.wanted))).backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
+            self.weights.put_back()
             self.done += 1
 
 
-def _rates(parameters: list[nn.Parameter]) -> list[float]:
+class _Flat:
+    """Parameters as one tensor: as many small steps as there are here cost a step of many tensors more than its sums.
+
+    `scaled` is what they are times their rates, so that a step of one changes each tensor by its own; `gradient` is
+    theirs, as backward passes leave it, which Adam takes for that of `scaled` as its steps have no unit.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        sizes = [parameter.numel() for parameter in parameters]
+        self.values = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        self.gradient = torch.zeros_like(self.values)
+        parts = self.values.split(sizes), self.gradient.split(sizes)
+        for parameter, value, gradient in zip(parameters, *parts, strict=True):
+            parameter.requires_grad_(True)
+            parameter.data, parameter.grad = value.view_as(parameter), gradient.view_as(parameter)
+        rates = _rates(parameters)
+        self.rates = torch.cat([self.values.new_full((size,), rate) for size, rate in zip(sizes, rates, strict=True)])
+        self.scaled = nn.Parameter(self.values / self.rates)
+        self.scaled.grad = self.gradient
+
+    def put_back(self) -> None:
+        """The parameters, as they are after a step."""
+        torch.mul(self.scaled.detach(), self.rates, out=self.values)
+
+
+def _rates(parameters: Sequence[nn.Parameter]) -> list[float]:
     """RATE of each tensor's root mean square."""
     sizes = torch.stack([parameter.detach().double().square().mean().sqrt() for parameter in parameters]).cpu()
     middle = sizes[sizes > 0].median() if bool(sizes.any()) else torch.ones(())
     return [float(size) for size in RATE * sizes.clamp(min=LEAST_SIZE * float(middle))]
 
 
-def _drawn(count: int, size: int) -> Iterator[Tensor]:
-    """The images of each step: all of them, again and again, each time in another order."""
+def _drawn(count: int, size: int, device: torch.device) -> Iterator[Tensor | slice]:
+    """The images of each step: all of them, again and again, each time in another order. One alone is not copied."""
     generator = torch.Generator().manual_seed(0)
     while True:
-        yield from torch.randperm(count, generator=generator).split(size)
+        order = torch.randperm(count, generator=generator)
+        if size == 1:
+            yield from (slice(row, row + 1) for row in order.tolist())
+        else:
+            yield from order.to(device).split(size)
 
 
 def _error(site: SiteModule, sample: Sample, size: int) -> float:

@@ -88,19 +88,21 @@ def test_the_fit_brings_every_form_closer(kind: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "enough", "expected"),
+    ("images", "enough", "small", "expected"),
     [
-        (fit.FEW_IMAGES, 10**9, 1),
-        (fit.FEW_IMAGES + 1, 10**9, fit.MOST_TIMES),
-        (400, 400 * 36 * 2, 2),
-        (400, 400 * 36 * 2 - 1, 1),
-        (400, 36, 1),
+        (fit.FEW_IMAGES, 10**9, 36, 1),
+        (fit.FEW_IMAGES + 1, 10**9, 36, fit.MOST_TIMES),
+        (fit.FEW_IMAGES + 1, 10**9, 35, 1),
+        (400, 400 * 36 * 2, 36, 2),
+        (400, 400 * 36 * 2 - 1, 36, 1),
+        (400, 36, 36, 1),
     ],
 )
-def test_many_pictures_of_few_tokens_are_fitted_to_several_times(
-    images: int, enough: int, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_many_small_pictures_of_few_tokens_are_fitted_to_several_times(
+    images: int, enough: int, small: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fit, "ENOUGH_TOKENS", enough)
+    monkeypatch.setattr(fit, "SMALL_TOKENS", small)
     given = calibration("pre-norm", get_variant("l1"))
     given = replace(given, images=Pool(pictures(images), None, (3, 12, 12), 16))
     seen: list[tuple[int, ...]] = []
