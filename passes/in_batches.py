@@ -31,7 +31,7 @@ class InBatches(nn.Module):
         results = []
         for start in range(0, count, self.size):
             places = torch.arange(start, start + self.size).clamp(max=count - 1)
-            results.append(self.module(*(_taken(tensor, places, count) for tensor in inputs)))
+            results.append(self.module(*_at_images(inputs, places)))
         return tree_map(lambda *parts: self._joined(parts, count), *results)
 
     def _joined(self, parts: tuple[Any, ...], count: int) -> Any:
@@ -40,15 +40,20 @@ class InBatches(nn.Module):
         return torch.cat(parts)[:count]
 
 
-def _taken(tensor: Tensor, places: Tensor, count: int) -> Tensor:
-    follows = tensor.dim() > 0 and tensor.shape[0] == count
-    return tensor[places.to(tensor.device)] if follows else tensor
+def with_images(inputs: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:
+    """`inputs` with `count` images: the first of them, or the same ones over and over. What is not as long as the first
+    input that has an axis is of no image, and stays.
+    """
+    return _at_images(inputs, torch.arange(count) % max(1, _images(inputs)))
 
 
-def first_images(inputs: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:
-    """The first `count` images of `inputs`; what is not as long as the first input along its first axis stays."""
-    batch = inputs[0].shape[0]
-    return tuple(t[:count] if t.dim() and t.shape[0] == batch else t for t in inputs)
+def _at_images(inputs: Sequence[Tensor], places: Tensor) -> tuple[Tensor, ...]:
+    count = _images(inputs)
+    return tuple(t[places.to(t.device)] if t.dim() and len(t) == count else t for t in inputs)
+
+
+def _images(inputs: Sequence[Tensor]) -> int:
+    return next((len(tensor) for tensor in inputs if tensor.dim()), 1)
 
 
 def images_mixed(fixed: Callable[..., Any], opened: Callable[..., Any], draws: Sequence[Draw]) -> Refusal | None:
@@ -64,7 +69,7 @@ def images_mixed(fixed: Callable[..., Any], opened: Callable[..., Any], draws: S
         if tensor.shape[:1] != (batch,):
             shape = list(tensor.shape)
             return Refusal("no-batch-out", f"gives output {index} as {shape}, which holds no answer for each image")
-    one = first_images(last, 1)
+    one = with_images(last, 1)
     more = tuple(
         torch.cat([mine, theirs[:1]]) if mine.dim() and mine.shape[0] == batch else mine
         for mine, theirs in zip(first, last, strict=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.errors import CheckFailedError, first_line
-from attnrewrite.frontends.batches import repeated
 from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, half_of
 from attnrewrite.frontends.onnx.file import open_sizes
+from attnrewrite.passes.in_batches import with_images
 from attnrewrite.passes.onnx.rewrite import OnnxRewrite
 from attnrewrite.passes.verify import HALF_STEPS
 from attnrewrite.patterns.onnx.files import quiet_ir, read_model
@@ -71,4 +71,4 @@ def _free_generated_names(model: ir.Model) -> None:
 def _of_its_batch(model: ir.Model, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """`inputs` with as many images as the file takes, where it takes one batch size."""
     shape = real_inputs(model.graph)[0].shape
-    return repeated(inputs, shape[0]) if shape is not None and len(shape) and isinstance(shape[0], int) else inputs
+    return with_images(inputs, shape[0]) if shape is not None and len(shape) and isinstance(shape[0], int) else inputs

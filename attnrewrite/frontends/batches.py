@@ -19,7 +19,7 @@ from attnrewrite.passes.draws import drawn_alike
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.open_batch import OpenBatch
 from attnrewrite.passes.fx.signature import is_open
-from attnrewrite.passes.in_batches import InBatches, images_mixed
+from attnrewrite.passes.in_batches import InBatches, images_mixed, with_images
 
 COMPARED = (2, 3)  # the batches of the two exports that tell which constants follow
 
@@ -30,9 +30,9 @@ def opened(captured: Captured, model: nn.Module | ExportedProgram) -> Captured:
         return captured
     why: Refusal | None = None
     if isinstance(model, nn.Module):
-        exports = [_exported(model, repeated(captured.example_inputs, count)) for count in COMPARED]
+        exports = [_exported(model, with_images(captured.example_inputs, count)) for count in COMPARED]
         if exports[0] is not None and exports[1] is not None:
-            example = repeated(captured.example_inputs, COMPARED[0])
+            example = with_images(captured.example_inputs, COMPARED[0])
             found = OpenBatch(example, wider=exports[1]).looked(exports[0])
             if not isinstance(found, Refusal):
                 return _for_any(captured, found.graph)
@@ -78,12 +78,6 @@ def _exported(model: nn.Module, inputs: tuple[Tensor, ...]) -> GraphModule | Non
         return None
 
 
-def repeated(inputs: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
-    """`inputs` with `count` images, the same ones over and over; what is no longer than one axis stays as it is."""
-    batch = inputs[0].shape[0] if inputs[0].dim() else 0
-    return tuple(t[torch.arange(count) % batch] if t.dim() and batch and t.shape[0] == batch else t for t in inputs)
-
-
 def input_names(source: Source) -> tuple[str, ...]:
     """What the model calls its inputs, as many as its example has."""
     model = source.model
@@ -117,7 +111,7 @@ def require_taken(source: Source, values: Sequence[Tensor]) -> None:
     whole = [t.reshape(len(t), -1) for t in values if not t.is_floating_point() and t.dtype != torch.bool]
     places = {int(place) for t in whole for place in (t.amin(1).argmin(), t.amax(1).argmax())}
     for place in sorted(places):
-        item = repeated(tuple(t[place : place + 1] for t in values), len(source.example_inputs[0]))
+        item = with_images(tuple(t[place : place + 1] for t in values), len(source.example_inputs[0]))
         try:
             with without_torch_logs():
                 runnable(source)(*item)

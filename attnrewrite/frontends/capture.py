@@ -18,6 +18,7 @@ from attnrewrite.passes.fx.composites import DEFINITIONS
 from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph
 from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.signature import is_open, writes
+from attnrewrite.passes.in_batches import with_images
 
 UNWRITABLE = frozenset("\"'\\\n\r")  # torch.fx writes a module's name between quotation marks
 
@@ -40,11 +41,6 @@ class Captured:
     models_batch: int | None = None
 
 
-def _doubled(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Inputs with a batch of at least two: a batch of one would be baked into the graph."""
-    return tuple(t.expand(2, *t.shape[1:]).clone() if t.dim() and t.shape[0] == 1 else t for t in inputs)
-
-
 def open_batch(inputs: tuple[Tensor, ...]) -> tuple[dict[int, object], ...]:
     return tuple({0: Dim.AUTO} if tensor.dim() else {} for tensor in inputs)
 
@@ -55,7 +51,7 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
     Raises:
         InputError: torch.export cannot capture the module at all.
     """
-    doubled = _doubled(inputs)
+    doubled = with_images(inputs, 2) if batch_of(inputs) == 1 else inputs  # one would be baked into the graph
     with torch.no_grad(), without_torch_logs():
         try:
             program = forget_history(torch.export.export(module, doubled, dynamic_shapes=open_batch(doubled)))

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.images.preprocessing import Size, format_size
 from attnrewrite.passes.copying import without_torch_logs
+from attnrewrite.passes.in_batches import with_images
 from attnrewrite.passes.original import GRAPH_TOLERANCE
 from attnrewrite.passes.verify import HALF_STEPS, known_error, outputs
 
@@ -62,7 +63,7 @@ def one_image(run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tens
     batch = next((len(tensor) for tensor in inputs if tensor.dim()), 1)
     if batch == 1:
         return inputs
-    first = tuple(tensor[:1] if tensor.dim() and len(tensor) == batch else tensor for tensor in inputs)
+    first = with_images(inputs, 1)
     try:
         alone, among = outputs(run(*first)), outputs(run(*inputs))
     except Exception:  # it takes no other batch, and says so in its own words
@@ -100,7 +101,7 @@ def many_as_taken(name: str, model: nn.Module, inputs: tuple[Tensor, ...]) -> tu
     except InputError:
         if (batch := _own_batch(model, inputs)) is None:
             raise
-        return _times(inputs, batch)
+        return with_images(inputs, batch)
     return inputs
 
 
@@ -138,12 +139,8 @@ def _own_batch(model: nn.Module, inputs: Sequence[Tensor]) -> int | None:
         return None
     for batch in BATCHES:
         try:
-            model(*_times(inputs, batch))
+            model(*with_images(inputs, batch))
         except (Exception, SystemExit):  # nor this one
             continue
         return batch
     return None
-
-
-def _times(inputs: Sequence[Tensor], batch: int) -> tuple[Tensor, ...]:
-    return tuple(tensor.expand(batch, *tensor.shape[1:]).clone() for tensor in inputs)

@@ -22,7 +22,7 @@ from attnrewrite.passes.fx.batch_compared import compare
 from attnrewrite.passes.fx.batch_followed import Guesses, follow
 from attnrewrite.passes.fx.batch_symbols import symbolic, with_sizes
 from attnrewrite.passes.fx.signature import is_open
-from attnrewrite.passes.in_batches import answers_otherwise, images_mixed
+from attnrewrite.passes.in_batches import answers_otherwise, images_mixed, with_images
 
 MOST_TRIES = 32  # ways to read the sizes of a graph for one image
 PRIMES = (31, 37)  # a batch that no other length is taken for
@@ -98,10 +98,7 @@ class OpenBatch(Pass[GraphModule]):
         if self.wider is None:
             return None
         count = int(_placeholders(self.wider)[0].meta["val"].shape[0])
-        example = tuple(
-            torch.cat([t, t])[:count] if t.dim() and t.shape[0] == self.example[0].shape[0] else t for t in self.example
-        )
-        inputs = drawn(self.wider, example)[1].inputs
+        inputs = drawn(self.wider, with_images(self.example, count))[1].inputs
         return answers_otherwise(self.wider, opened, inputs)
 
     def _opened(self, graph: GraphModule, batch: int, open_inputs: list[int]) -> Iterator[GraphModule | Refusal]:
