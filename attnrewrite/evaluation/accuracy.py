@@ -104,6 +104,12 @@ def _logits(name: str, module: Callable[[Tensor], Any], pixels: Tensor) -> Tenso
         )
     if len(logits) != len(pixels):
         raise InputError(f"{name} gives {len(logits)} answers for {len(pixels)} images: give the batch that it takes")
+    if bool(logits.isnan().any()):
+        count = int(logits.isnan().any(1).sum())
+        raise InputError(
+            f"{name} answers NaN for {count} of {len(logits)} images, which is no class: its numbers overflow there; "
+            "leave it out, or give a model that answers every image"
+        )
     return logits
 
 

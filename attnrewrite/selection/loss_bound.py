@@ -60,8 +60,9 @@ class LossMeter:
         return AGREEMENT if self.labels is None else TOP1
 
     def loss(self, given: Tensor) -> Loss:
-        """What the logits `given` [n, classes] lose."""
-        before, after = self.original.argmax(1), given.argmax(1)
+        """What the logits `given` [n, classes] lose; where they are NaN, as much as the unlikeliest class would."""
+        before = self.original.argmax(1)
+        after = torch.where(given.isnan().any(1), self.original.argmin(1), given.argmax(1))
         changed = (before != after).numpy()
         kl = distance(self.original, given)
         agreement = 100 * (1 - float(changed.mean()))

@@ -1,5 +1,6 @@
 """Accuracy and agreement, against counts done by hand."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def test_without_labels_or_reference_there_is_nothing_to_hold_against() -> None:
         ([0, 1, 2, 0, 0], RESULT, None, "a has 2 classes and the data a label 2"),
         (None, [[[1.0]]] * 5, None, "a is not a classifier: its output is .5, 1, 1."),
         (None, RESULT, "b", "unknown reference model 'b'"),
+        (None, [*RESULT[:3], [math.nan, 1.0], RESULT[4]], None, "a answers NaN for 1 of 5 images"),
     ],
 )
 def test_what_cannot_be_evaluated(labels: list[int] | None, rows: list, reference: str | None, message: str) -> None:

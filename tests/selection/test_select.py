@@ -227,6 +227,7 @@ def test_with_labels_a_change_costs_the_difference_of_the_chances() -> None:
 def test_logits_that_are_no_number_are_infinitely_far_off() -> None:
     loss = LossMeter.of(logits([0] * 10, 0.9), None).loss(torch.full((10, 3), math.nan).double())
     assert loss.kl == math.inf
+    assert loss.points == 100.0
     steps = [Step((number,), 0.1, replace(loss, kl=kl), True) for number, kl in enumerate((loss.kl, 0.3))]
     assert closest(steps) is steps[1]
 
