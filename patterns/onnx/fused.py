@@ -5,6 +5,7 @@ private domain: query, key, value [batch, heads, tokens, channels], and a mask w
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -150,6 +151,30 @@ def _fused_matmul(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value |
     return writer.one("Mul", [product, writer.constant(np.array(alpha, np.float32), "alpha")], "scaled")
 
 
+def _bias_gelu(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value:
+    """com.microsoft BiasGelu: GELU of a sum."""
+    return writer.one("Gelu", [writer.one("Add", node.inputs, "sum")], "gelu", _MICROSOFT)
+
+
+def _activated(plain: str) -> WriteOut:
+    """com.microsoft FusedConv and FusedGemm: the `plain` operator, plus what stands beside it, and an activation."""
+
+    def write(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | None:
+        activation = node.attributes.get_string("activation", "Identity")
+        arguments = _ACTIVATIONS.get(activation or "Identity")
+        given = list(node.attributes.get_floats("activation_params", ()) or ())
+        if arguments is None or len(given) != len(arguments):
+            return None
+        own = {name: each.value for name, each in node.attributes.items() if not name.startswith("activation")}
+        made = writer.one(plain, node.inputs[:3], "plain", **own)
+        if (beside := operand(node, 3)) is not None:
+            made = writer.one("Add", [made, beside], "sum")
+        settled: dict[str, Any] = dict(zip(arguments, given, strict=True))
+        return writer.one(activation or "Identity", [made], "activated", **settled)
+
+    return write
+
+
 def _joint_softmax(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | None:
     """Softmax before opset 13 runs over all axes from `axis` on, taken as one."""
     value = node.inputs[0]
@@ -168,6 +193,12 @@ def _einsum(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | Refus
 
 
 _ROLES = ("query", "key", "value")
+# what a fused operator may end in, and the attributes that its parameters are
+_ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("Identity", "Relu", "Sigmoid", "Tanh"), ()),
+    "LeakyRelu": ("alpha",),
+    "HardSigmoid": ("alpha", "beta"),
+}
 _RULES: dict[tuple[str, str], WriteOut] = {
     ("", "Attention"): _attention,
     ("", "Einsum"): _einsum,
@@ -176,4 +207,7 @@ _RULES: dict[tuple[str, str], WriteOut] = {
     (_MICROSOFT, "Attention"): _packed_attention,
     (_MICROSOFT, "FusedMatMul"): _fused_matmul,
     (_MICROSOFT, "TransposeMatMul"): _fused_matmul,
+    (_MICROSOFT, "BiasGelu"): _bias_gelu,
+    (_MICROSOFT, "FusedConv"): _activated("Conv"),
+    (_MICROSOFT, "FusedGemm"): _activated("Gemm"),
 }

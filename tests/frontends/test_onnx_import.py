@@ -280,6 +280,35 @@ OPERATORS = {
         """,
     ),
     "fused": (17, TOKENS, "y, m, i = com.microsoft.SkipLayerNormalization(x, x, bq, bk)"),
+    "fused, alone": (17, TOKENS, "y = com.microsoft.SkipLayerNormalization(x, x, bq, bk)"),
+    "fused activations": (
+        17,
+        TOKENS,
+        """
+            a = com.microsoft.BiasGelu(x, bq)
+            b = com.microsoft.QuickGelu(a)
+            c = com.microsoft.QuickGelu<alpha=1.5>(b)
+            y = com.microsoft.Gelu(c)
+        """,
+    ),
+    "fused convolution": (
+        17,
+        IMAGE,
+        """
+            w = Constant<value=float[2,6,1,1]{1,2,3,4,5,6,-1,-2,-3,-4,-5,-6}>()
+            a = com.microsoft.FusedConv<activation="Relu">(x, w)
+            b = com.microsoft.FusedConv<activation="LeakyRelu", activation_params=[0.2]>(x, w)
+            y = Add(a, b)
+        """,
+    ),
+    "fused product": (
+        17,
+        "float[8,16] x",
+        """
+            a = com.microsoft.FusedGemm<activation="Tanh", transB=1>(x, wq, bq)
+            y = com.microsoft.FusedGemm<activation="Relu", alpha=0.5>(a, wk)
+        """,
+    ),
     "fused, and its sum": (
         17,
         TOKENS,

@@ -76,9 +76,12 @@ def _hard_sigmoid(call: Call) -> Node:
     return call.emit(torch.clamp, call.emit(torch.add, scaled, shift), 0.0, 1.0)
 
 
-def _swish(call: Call) -> Node:
-    scaled = call.emit(torch.mul, call.operand(0), call.attribute("alpha", 1.0))
-    return call.emit(torch.mul, call.operand(0), call.emit(torch.sigmoid, scaled))
+def _swish(alpha: float) -> Translation:
+    def translate(call: Call) -> Node:
+        scaled = call.emit(torch.mul, call.operand(0), call.attribute("alpha", alpha))
+        return call.emit(torch.mul, call.operand(0), call.emit(torch.sigmoid, scaled))
+
+    return translate
 
 
 def _softmax(function: Callable[..., Any]) -> Translation:
@@ -168,7 +171,8 @@ OPERATORS: dict[str, Translation] = {
     **{name: _reduced(function) for name, function in _REDUCTIONS.items()},
     "Elu": lambda call: call.emit(F.elu, call.operand(0), call.attribute("alpha", 1.0)),
     "LeakyRelu": lambda call: call.emit(F.leaky_relu, call.operand(0), call.attribute("alpha", 0.01)),
-    "QuickGelu": _swish, "Swish": _swish, "HardSigmoid": _hard_sigmoid, "Gelu": _gelu, "FastGelu": _fast_gelu,
+    "QuickGelu": _swish(1.702), "Swish": _swish(1.0), "HardSigmoid": _hard_sigmoid,
+    "Gelu": _gelu, "FastGelu": _fast_gelu,
     "Clip": _clip, "Cast": _cast, "Mod": _mod, "Identity": _identity, "Dropout": _identity, "IsInf": _is_inf,
     "Mul": _multiply, "Min": _folded(torch.minimum), "Max": _folded(torch.maximum), "Sum": _folded(torch.add),
     "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(torch.log_softmax),

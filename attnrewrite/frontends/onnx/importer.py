@@ -218,7 +218,7 @@ class _Importer:
         for value, result in zip_longest(node.outputs, results):
             if result is not None and value is not None and value.name:
                 self._made[value.name] = result
-            elif result is None and (value.uses() or value.is_graph_output()):
+            elif result is None and value is not None and (value.uses() or value.is_graph_output()):
                 raise call.unsupported(f"its output {value.name!r} is read")
 
 
