@@ -303,7 +303,7 @@ OPERATORS = {
     ),
     "fused product": (
         17,
-        "float[8,16] x",
+        "float[B,16] x",
         """
             a = com.microsoft.FusedGemm<activation="Tanh", transB=1>(x, wq, bq)
             y = com.microsoft.FusedGemm<activation="Relu", alpha=0.5>(a, wk)
