@@ -61,10 +61,26 @@ def _attention(
     return F.scaled_dot_product_attention(query, key, value, *given, **options)
 
 
+def _written_at(x: Tensor, indices: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> Tensor:
+    """One number written over what one operand says: the positions of an axis, or the truths of several."""
+    given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+    if accumulate or value.numel() != 1 or len(given) != 1:
+        return NotImplemented
+    ((axis, index),) = given
+    if index.dtype != torch.bool:
+        if index.dim() > 1 or not isinstance(x.shape[axis], int):
+            return NotImplemented
+        places = torch.arange(x.shape[axis], device=x.device)
+        index = (places[:, None] == index.reshape(-1) % x.shape[axis]).any(1)
+    mask = index.reshape(*index.shape, *[1] * (x.dim() - axis - index.dim()))
+    return torch.where(mask, value.reshape(()), x)
+
+
 # products and softmaxes by other names, heads that are shared, and movement that says where to by another tensor
 DEFINITIONS: dict[Any, Definition] = {
     aten.einsum.default: einsum_as_product,
     aten.baddbmm.default: _baddbmm,
+    aten.index_put.default: _written_at,
     aten.inner.default: _inner,
     aten.tensordot.default: _tensordot,
     aten.linalg_matmul.default: torch.matmul,

@@ -1,10 +1,11 @@
 """What code writes into the parts of a tensor, one assignment after another, as these parts laid side by side.
 
 `out[:, :, :8] = a; out[:, :, 8:] = b` is exported as a copy over a slice of a slice of zeros. It is a concatenation,
-which the matcher and every backend read, and which has a derivative: `aten.copy` has none.
+which the matcher and every backend read, and which has a derivative: `aten.copy` has none. `out[..., ::2] = a` and its
+other half are a stack, and `scores[..., 1:] += b` is the sum of the scores and b with zeros before it.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,29 +17,34 @@ from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.fx.pieces import put, traced
 from attnrewrite.patterns.fx.operators import FACTORIES, operator_name
 
-_WRITES = ("slice_scatter", "select_scatter")
-_MADE = (FACTORIES - {"sym_size"}) | {"zeros", "ones", "full", "empty"}
+aten = torch.ops.aten
+
+_READS = {"slice_scatter": "slice", "select_scatter": "select"}  # writes, and what reads where they write
+_MADE = (FACTORIES - {"sym_size"}) | {"zeros", "ones", "full", "empty", "pad", "constant_pad_nd"}
 
 
 @dataclass(frozen=True)
 class JoinWrittenParts(Pass[GraphModule]):
     """Every write into a part of what was made to be written into, as a concatenation along the axis whose part it is;
-    and a copy over a whole tensor as what is copied. Writes into what was computed stay, and those at a step or into
-    an axis of no known length. What was written over is left for what drops unread nodes.
+    what is added to a part of anything, as added to all of it; and a copy over a whole tensor as what is copied. Other
+    writes into what was computed stay, and those into an axis of no known length. What was written over is left for
+    what drops unread nodes.
     """
 
     in_place: ClassVar[bool] = True
 
     def rewrite(self, graph: GraphModule) -> PassResult[GraphModule]:
         edits = []
-        parts: dict[Node, _Parts] = {}
+        written = _Written({}, {})
         for node in list(graph.graph.nodes):
-            made = _instead(node, parts)
+            made = _instead(node, written)
             if made is not None:
                 edits.append(Edit(node.name, made.name))
                 node.replace_all_uses_with(made)
                 graph.graph.erase_node(node)
         if edits:
+            for node in graph.graph.find_nodes(op="call_function", target=aten.view.default):
+                node.target = aten.reshape.default  # what was written into lay in memory as what it was like
             graph.recompile()
         return PassResult(graph, tuple(edits))
 
@@ -85,41 +91,113 @@ class _Parts:
         return _Parts(self.axis, (*before, written, *after))
 
 
-def _instead(node: Node, parts: dict[Node, _Parts]) -> Node | None:
-    """What stands for a write, told of in `parts` where it is a concatenation; None where it is none or stays."""
+@dataclass(frozen=True)
+class _Written:
+    """What stands in tensors that were made to be written into: side by side, or a part at each `start` of a step."""
+
+    parts: dict[Node, _Parts]
+    steps: dict[Node, dict[int, Node]]
+
+    def is_made(self, base: Node) -> bool:
+        """Whether a tensor, or what it is a part of, was made to be written into."""
+        while operator_name(base) in _READS.values():
+            base = base.args[0]  # type: ignore[assignment]
+        return base in self.parts or base in self.steps or operator_name(base) in _MADE
+
+
+def _instead(node: Node, written: _Written) -> Node | None:
+    """What stands for a write; None where it is none, or stays."""
     name = operator_name(node)
     if name == "slice" and _takes_all(node, node.args[0]):
         return node.args[0]  # type: ignore[return-value]
     if name == "copy":
         return _copied(node)
-    if name not in _WRITES:
+    if name not in _READS:
         return None
     base, source = node.args[:2]
     assert isinstance(base, Node), "what is written to is a tensor"
     assert isinstance(source, Node), "and what is written is one, of its type"
     if name == "slice_scatter" and _takes_all(node, base):
         return source
+    if _reads_there(source, node):
+        return base
+    return _added(node, base, source) or (_joined(node, base, source, written) if written.is_made(base) else None)
+
+
+def _joined(node: Node, base: Node, source: Node, written: _Written) -> Node | None:
+    """The concatenation, or where all parts of a step are written the stack, that a write completes."""
     axis, place = _axis(node), _place(node)
     length = _value(base).shape[axis]
-    if place is None or not isinstance(length, int):
+    if not isinstance(length, int):
         return None
-    standing = parts.get(base)
-    if not _is_made(base, parts):
-        return None
+    if place is None:
+        return _stacked(node, base, source, written, length)
+    standing = written.parts.get(base)
     if standing is None or standing.axis != axis:
         standing = _Parts(axis, (_Part(base, 0, length),))
-    written = _Part(source, 0, place[1] - place[0], name == "select_scatter")
-    found = standing.with_part(*place, written)
+    found = standing.with_part(*place, _Part(source, 0, place[1] - place[0], operator_name(node) == "select_scatter"))
     made = _laid(found, node)
-    parts[made] = found
+    written.parts[made] = found
     return made
 
 
-def _is_made(base: Node, parts: Container[Node]) -> bool:
-    """Whether a tensor, or what it is a part of, was made to be written into, as that in `parts` was."""
-    while operator_name(base) in ("slice", "select"):
-        base = base.args[0]  # type: ignore[assignment]
-    return base in parts or operator_name(base) in _MADE
+def _stacked(node: Node, base: Node, source: Node, written: _Written, length: int) -> Node | None:
+    start, end, step = _bounds(node, 3)
+    axis, start = _axis(node), start or 0
+    whole = end is None or (isinstance(end, int) and end >= length)
+    if not whole or not isinstance(step, int) or length % step or start not in range(step):
+        return None
+    of_this_step = base in written.steps and (_axis(base), _bounds(base, 3)[2]) == (axis, step)
+    parts = {**(written.steps[base] if of_this_step else {}), start: source}
+    written.steps[node] = parts
+    if len(parts) < step:
+        return None
+    return _put(
+        lambda *each: torch.stack(each, axis + 1).flatten(axis, axis + 1), [parts[n] for n in range(step)], node
+    )
+
+
+def _added(node: Node, base: Node, source: Node) -> Node | None:
+    """The sum of all of `base` and what is added to the part of it that is written back, with zeros around that."""
+    if source.target is not aten.add.Tensor or source.kwargs or not all(isinstance(each, Node) for each in source.args):
+        return None
+    place, axis = _place(node), _axis(node) - _value(base).dim()
+    length = _value(base).shape[axis]
+    more = [each for each in source.args if not _reads_there(each, node)]
+    if len(more) != 1 or place is None or not isinstance(length, int):
+        return None
+    single = operator_name(node) == "select_scatter"
+
+    def compute(whole: Tensor, part: Tensor) -> Tensor:
+        part = part.reshape((*[1] * (-axis - single - part.dim()), *part.shape))
+        part = part.unsqueeze(axis) if single else part
+        sizes = [-1] * part.dim()
+        sizes[axis] = place[1] - place[0]
+        around = [0] * (2 * (-axis - 1)) + [place[0], length - place[1]]
+        return whole + aten.constant_pad_nd.default(part.expand(sizes), around)
+
+    return _put(compute, [base, *more], node)  # type: ignore[list-item]
+
+
+def _reads_there(value: Any, write: Node) -> bool:
+    """Whether a value is what stands, in what is written to, where the write goes."""
+    if not isinstance(value, Node) or operator_name(value) != _READS[operator_name(write)]:
+        return False
+    if not _alike(value.args[0], write.args[0]) or _axis(value) != _axis(write):
+        return False
+    if operator_name(value) == "select":
+        return bool(value.args[2] == write.args[3])
+    return _bounds(value, 2) == _bounds(write, 3)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same, or the same reading of the same."""
+    if not isinstance(one, Node) or not isinstance(other, Node):
+        return bool(one == other)
+    if one is other:
+        return True
+    reads = one.target is other.target and operator_name(one) in _READS.values() and one.kwargs == other.kwargs
+    return reads and len(one.args) == len(other.args) and all(map(_alike, one.args, other.args))
 
 
 def _laid(found: _Parts, node: Node) -> Node:
@@ -147,16 +225,16 @@ def _put(compute: Any, operands: Sequence[Node], node: Node) -> Node:
     return put(piece, operands, node, node.meta)[piece.output_node().args[0]]  # type: ignore[index]
 
 
-def _value(node: Node) -> Tensor:
+def _value(node: Any) -> Tensor:
     value: Tensor = node.meta["val"]
     return value
 
 
 def _axis(node: Node) -> int:
-    """The axis that a slice, or a write into one, is along."""
-    place = 2 if operator_name(node) in _WRITES else 1
+    """The axis that a part of it, or a write into that, is along."""
+    place = 2 if operator_name(node) in _READS else 1
     axis = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
-    return int(axis) % _value(node).dim()  # type: ignore[arg-type]
+    return int(axis) % _value(node.args[0]).dim()  # type: ignore[arg-type]
 
 
 def _place(node: Node) -> tuple[int, int] | None:

@@ -232,6 +232,19 @@ def head_in_place(m: Any, x: Tensor, s: Tensor) -> Tensor:
     return s
 
 
+def added_to_a_part(m: Any, x: Tensor, s: Tensor) -> Tensor:
+    """A bias between all tokens but the first, as of a grid behind a class token."""
+    s = s.clone()
+    s[:, :, 1:, 1:] += m.table
+    return s
+
+
+def keys_written_over(m: Any, x: Tensor, s: Tensor) -> Tensor:
+    s = s.clone()
+    s[..., [1, 3]] = -math.inf
+    return s
+
+
 def subset(m: Any, x: Tensor) -> Tensor:
     """Five of each head's six channels take part in the scores."""
     q, k, v = unpacked(m, x)
@@ -347,6 +360,8 @@ ODD = (
            lambda m, x, s: s * (1 + torch.arange(x.shape[0])[:, None, None, None])),
     scored("times the batch's size", "no core", lambda m, x, s: s * x.shape[0]),
     scored("a head scaled in place", "no core", head_in_place),
+    scored("a bias added to a part", "right", added_to_a_part, tables(table=(TOKENS - 1, TOKENS - 1))),
+    scored("keys written over by their numbers", "right", keys_written_over),
     Odd("relative bias of each query", "right", lambda: packed() | {"table": nn.Parameter(torch.randn(5, WIDTH // 4))},
         relative),
     Odd("packed projection scaled under its views", "right", packed, scaled_under_views),

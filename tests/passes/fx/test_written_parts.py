@@ -22,6 +22,21 @@ def _places(draw: st.DrawFn) -> Place:
     return tuple(place)
 
 
+class _Added(nn.Module):
+    """Numbers added to parts of what was computed, each as it broadcasts to its part."""
+
+    def __init__(self, places: list[Place], axes: int) -> None:
+        super().__init__()
+        self.places, self.axes = places, axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x.sin()
+        for place in self.places:
+            part = x.cos()[place]
+            made[place] += part if self.axes >= part.dim() else part[(0,) * (part.dim() - self.axes)]
+        return made * 2
+
+
 class _Assigned(nn.Module):
     """Numbers written into parts of zeros, one after another, of which half also read what stood there."""
 
@@ -45,6 +60,36 @@ def test_whatever_is_assigned_the_elements_are_the_same(places: list[Place]) -> 
     assert "aten.copy.default" not in {str(node.target) for node in graph.graph.nodes}
     other = torch.randn(5, *SHAPE[1:])
     assert torch.equal(graph(other), model(other))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(_places(), min_size=1, max_size=3), st.integers(0, 3))
+def test_what_is_added_to_a_part_is_a_sum(places: list[Place], axes: int) -> None:
+    model, x = _Added(places, axes).eval(), torch.randn(SHAPE)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    graph = functional_graph(program)
+    assert not [node for node in graph.graph.nodes if "scatter" in str(node.target)]
+    other = torch.randn(5, *SHAPE[1:])
+    assert torch.equal(graph(other), model(other))
+
+
+class _Interleaved(nn.Module):
+    """Every third number from one source, in memory as what it is like, and what reads it as it lies there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.zeros_like(x.transpose(1, 2))
+        for start in (1, 0, 2):
+            made[:, start::3] = x.transpose(1, 2)[:, start::3] * start
+        return made.transpose(1, 2).reshape(len(x), -1)
+
+
+def test_the_parts_of_a_step_are_a_stack() -> None:
+    x = torch.randn(2, 5, 9)
+    graph = functional_graph(torch.export.export(_Interleaved(), (x,)))
+    targets = {str(node.target) for node in graph.graph.nodes}
+    assert "aten.stack.default" in targets
+    assert "aten.slice_scatter.default" not in targets
+    assert torch.equal(graph(x), _Interleaved()(x))
 
 
 class _Halves(nn.Module):
