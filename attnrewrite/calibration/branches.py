@@ -64,8 +64,13 @@ class Branch:
     @property
     def reads(self) -> frozenset[Node | Attended]:
         """Whose values `samples` reads."""
-        inputs = {Attended(self.node)} if self.site is not None else set(self.node.all_input_nodes)
+        inputs = {self.input} if self.site is not None else set(self.node.all_input_nodes)
         return self.operands | inputs
+
+    @property
+    def input(self) -> Node | Attended:
+        """What the map reads, beside its weights."""
+        return self.node.args[0] if self.site is None else Attended(self.node)  # type: ignore[return-value]
 
     @property
     def solver_bytes(self) -> int:
@@ -74,9 +79,8 @@ class Branch:
 
     def inputs(self, values: Values) -> Tensor:
         """x [..., inputs]."""
-        if self.site is None:
-            return values[self.node.args[0]].movedim(self.axis, -1)  # type: ignore[index]
-        return values[Attended(self.node)].transpose(1, 2).flatten(2)
+        found = values[self.input]
+        return found.movedim(self.axis, -1) if self.site is None else found.transpose(1, 2).flatten(2)
 
     def outputs(self, y: Tensor) -> Tensor:
         """A value at `node`, in the order of `inputs`: [..., outputs]."""

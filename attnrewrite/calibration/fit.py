@@ -122,6 +122,7 @@ class Fit:
         pairs = zip(teacher.run(stop, {stream}), student.run(stop, {branch.stream, *branch.reads}), strict=True)
         for (index, wanted), (_, values) in pairs:
             residual = wanted[stream] - values[branch.stream]
+            student.hold(index, {branch.input: values[branch.input]})  # the map alone changes now
             counts = weights.of(branch.node.name, index)
             choosing = student.images.bounds[index][0] >= min(student.images.parts, default=math.inf)
             parts[choosing].add(*branch.samples(residual, values, counts))

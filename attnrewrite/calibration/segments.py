@@ -40,10 +40,12 @@ class Segments:
     moves on.
 
     Where several processes work together, each runs the batches of its own turn. A context manager: what lies in the
-    store goes when it is left.
+    store goes when it is left. `holds`: there is memory for what `hold` is to keep.
     """
 
-    def __init__(self, module: GraphModule, images: Pool, processes: Processes, store: Store | None = None) -> None:
+    def __init__(
+        self, module: GraphModule, images: Pool, processes: Processes, store: Store | None = None, holds: bool = False
+    ) -> None:
         self.module = module
         self.images = images
         self.processes = processes
@@ -52,12 +54,14 @@ class Segments:
         self.position = 0
         self._store = InMemory() if store is None else store
         self._rest: dict[int, dict[Node, Any]] = {}
+        self._holds, self._held = holds, dict[int, Values]()
         self._places = [node for node in self.nodes if node.op == "placeholder"]
 
     def __enter__(self) -> "Segments":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._held.clear()
         self._store.close()
 
     @property
@@ -86,43 +90,69 @@ class Segments:
                 values = self.at(index, stop, frozenset(needs))
             yield index, values
 
+    def hold(self, index: int, values: Values) -> None:
+        """Keep `values` of a batch, where there is memory for them, until the position moves on: they are not computed
+        again. Nothing that they are made of may change meanwhile.
+        """
+        if self._holds:
+            self._held[index] = values
+
     @torch.no_grad()
     def advance(self, first: int, last: int, keep: Collection[Node] = ()) -> None:
         """Start from now on where least is live from `first` to `last`: here, where that lies between and nowhere later
         is as little. `keep` are values that are asked for yet.
         """
         stop = self.cuts.least(max(self.position, first) - 1, last)
-        if stop <= self.position:
-            return
-        for index in self.mine:
-            values = self.at(index, stop, frozenset(keep))
-            standing = {node: value for node, value in values.items() if isinstance(node, Node)}
-            self._keep(index, {n: v for n, v in standing.items() if self.cuts.last_use[n] >= stop or n in keep})
-        self.position = stop
+        if stop > self.position:
+            for index in self.mine:
+                values = self.at(index, stop, frozenset(keep))
+                standing = {node: value for node, value in values.items() if isinstance(node, Node)}
+                self._keep(index, {n: v for n, v in standing.items() if self.cuts.last_use[n] >= stop or n in keep})
+                self._held.pop(index, None)
+            self.position = stop
+        self._held.clear()
 
     def at(self, index: int, stop: int, needs: frozenset[Node | Attended]) -> Values:
         """The values of `needs` and what is live at `stop` for one batch, from here on; they have gradients by the
         module's parameters where those are on. Nothing is stored.
         """
         interpreter = Interpreter(self.module, garbage_collect_values=False)
-        values = self._kept(index)
+        held = self._held.get(index, {})
+        values = self._kept(index) | held
         interpreter.env = values  # type: ignore[assignment]  # it looks up nodes alone
+        asked = self._asked(stop, needs, held)
         for at in range(self.position, stop):
             node = self.nodes[at]
-            if Attended(node) in needs:
+            if node in asked and (Attended(node) in needs or Attended(node) in held):
                 values |= self._attended(node, values)
-            elif node not in values:
+            elif node in asked and node not in values:
                 values[node] = interpreter.run_node(node)
             for operand in (node, *node.all_input_nodes):
                 if self.cuts.last_use[operand] <= at and operand not in needs:
                     values.pop(operand, None)
         return values
 
+    def _asked(self, stop: int, needs: frozenset[Node | Attended], held: Collection[Node | Attended]) -> set[Node]:
+        """The nodes from here to `stop` that `needs` and what is live there are made of, as far as it is not `held`."""
+        piece = self.nodes[self.position : stop]
+        if not held:
+            return set(piece)
+        pending = [n for n in piece if self.cuts.last_use[n] >= stop or n in needs or Attended(n) in needs]
+        asked: set[Node] = set()
+        while pending:
+            node = pending.pop()
+            if node not in asked and self.order[node] >= self.position:
+                asked.add(node)
+                pending += [] if node in held or Attended(node) in held else node.all_input_nodes
+        return asked
+
     def _attended(self, node: Node, values: Values) -> Values:
         """What the rewritten site that `node` calls gives, and its heads before the output projection."""
         site = rewritten_site(self.module, node)
         assert site is not None, f"{node.name} calls no rewritten site"
-        heads = site.attend(*(values[argument] for argument in node.args))  # type: ignore[index]
+        heads = values.get(Attended(node))
+        if heads is None:
+            heads = site.attend(*(values[argument] for argument in node.args))  # type: ignore[index]
         return {Attended(node): heads, node: site.output(heads)}
 
     def _keep(self, index: int, values: dict[Node, Any]) -> None:

@@ -30,7 +30,8 @@ STREAM_AT_ONCE = 5 * 2**20  # bytes of a batch's stream on a processor: where an
 @dataclass(frozen=True)
 class Workplace:
     """The images of a fit in batches that memory has room for, and where their activations wait: in memory where they
-    take at most half of it, else in temporary files.
+    take at most half of it, else in temporary files. `holds`: beside them there is room for what a map reads of all
+    images, so that it need not be computed once more when the map is fitted.
     """
 
     given: StageInput
@@ -38,6 +39,7 @@ class Workplace:
     on_disk: bool
     draws: int = DRAWS
     pieces: int | None = None
+    holds: bool = False
 
     @classmethod
     def of(
@@ -70,7 +72,10 @@ class Workplace:
         on_disk = mine > room(given.execution, device) // 2
         if on_disk:
             require_disk(what, streams * stream)
-        beside = given.execution, device, _held_bytes(points, stream, len(pool.images)) + (0 if on_disk else mine)
+        read = mine // streams * _widening(points)
+        holds = device == "cpu" and ends is None and mine + read <= room(given.execution, device) // 2
+        waiting = (0 if on_disk else mine) + (read if holds else 0)
+        beside = given.execution, device, _held_bytes(points, stream, len(pool.images)) + waiting
         names = ends or [branch.node.name for branch in branches(given.teacher)]
 
         def backwards(pieces: int | None) -> Callable[..., object]:
@@ -82,7 +87,7 @@ class Workplace:
             pieces = next((few for few in FEW_PIECES if has_room_for(ENOUGH, pool, backwards(few), *beside)), None)
         images = sized(pool, what, backwards(pieces), *beside)
         size = given.processes.from_owner(images.batch_size, 0)  # all processes have the same batches
-        return cls(given, replace(images, batch_size=size), on_disk, draws, pieces)
+        return cls(given, replace(images, batch_size=size), on_disk, draws, pieces, holds)
 
     def store(self) -> Store:
         return OnDisk() if self.on_disk else InMemory()
@@ -94,7 +99,7 @@ class Workplace:
         with (
             closing(self.store()) as energy,
             Segments(given.teacher, self.images, processes, self.store()) as teacher,
-            Segments(given.student, self.images, processes, self.store()) as student,
+            Segments(given.student, self.images, processes, self.store(), self.holds) as student,
         ):
             if given.importance is not None:
                 weights = given.importance(self.images)
@@ -121,6 +126,12 @@ def _widest(student: GraphModule, points: Sequence[Point]) -> int:
     """The most bytes of an image's activations that wait before a point."""
     cuts = Cuts(student)
     return max((cuts.live_bytes(at) for at in cuts.between(point.node for point in points)), default=0)
+
+
+def _widening(points: Sequence[Point]) -> int:
+    """How many times the stream's bytes the inputs of a map that is fitted take at most."""
+    shapes = [point.branch.weight.shape[:2] for point in points if point.branch is not None]
+    return max((-(-max(shape) // min(shape)) for shape in shapes), default=1)
 
 
 def most_tokens(student: GraphModule, points: Sequence[Point]) -> int:

@@ -23,6 +23,7 @@ from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.dataset import Images
 from attnrewrite.images.multiple_inputs import MultipleInputs
 from attnrewrite.images.pool import Pool
+from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.request import Execution
 from attnrewrite.variants.base import Form, Heads
@@ -277,3 +278,23 @@ def test_one_image_is_enough() -> None:
     before = distance(given).loss
     Fit().run(given)
     assert distance(given).loss <= before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_held_is_not_computed_again_and_gives_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, attend = [0], SiteModule.attend
+
+    def counted(site: SiteModule, *tensors: Tensor) -> Tensor:
+        calls[-1] += 1
+        return attend(site, *tensors)
+
+    monkeypatch.setattr(SiteModule, "attend", counted)
+    held = calibration(kind, get_variant("l1"))
+    Fit().run(held)
+    monkeypatch.setattr(Segments, "hold", lambda *_: None)
+    calls.append(0)
+    computed = calibration(kind, get_variant("l1"))
+    Fit().run(computed)
+    assert calls[0] < calls[1]
+    ours = held.student.state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in computed.student.state_dict().items())
