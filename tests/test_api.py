@@ -153,10 +153,6 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: ar.evaluate(AtMostTwo(), PICTURES, batch_size=4, input_size="3x16x16"),
         r"AtMostTwo does not take a batch of 4 images of 3x16x16 \(no more\): give the batch that it takes",
     ),
-    "fewer answers than images": (
-        lambda: ar.evaluate(FirstAlone(), PICTURES, batch_size=2, input_size="3x16x16"),
-        "FirstAlone gives 1 answers for 2 images: give the batch that it takes",
-    ),
 }
 
 
@@ -165,11 +161,6 @@ class AtMostTwo(nn.Module):
         if len(x) > 2:
             raise ValueError("no more")
         return x.mean((2, 3))
-
-
-class FirstAlone(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:1].mean((2, 3))
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ class Fit:
         unsearched: dict[str, list[str]] = {}
         work = Workplace.of(self.name, given, points, times=self._times(given, points))
         passed = 0  # the position behind the last point's stream
-        with work.opened() as (teacher, own, weights):
+        with work.opened(once=True) as (teacher, own, weights):
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
                 given.report(self.name, done, len(points))
                 for segments in (teacher, own):

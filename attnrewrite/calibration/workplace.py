@@ -93,13 +93,15 @@ class Workplace:
         return OnDisk() if self.on_disk else InMemory()
 
     @contextmanager
-    def opened(self) -> Iterator[tuple[Segments, Segments, Importance]]:
-        """Teacher and student at their beginnings, and what each token counts."""
+    def opened(self, once: bool = False) -> Iterator[tuple[Segments, Segments, Importance]]:
+        """Teacher and student at their beginnings, and what each token counts. `once`: every place is fitted once before
+        the next one is gone on to, so that the student may hold what is read there.
+        """
         given, processes = self.given, self.given.processes
         with (
             closing(self.store()) as energy,
             Segments(given.teacher, self.images, processes, self.store()) as teacher,
-            Segments(given.student, self.images, processes, self.store(), self.holds) as student,
+            Segments(given.student, self.images, processes, self.store(), once and self.holds) as student,
         ):
             if given.importance is not None:
                 weights = given.importance(self.images)

@@ -90,6 +90,11 @@ class Answering(nn.Module):
         return self.wrap(torch.eye(1, self.classes).expand(len(x), -1))
 
 
+def test_fewer_answers_than_images_are_no_answers() -> None:
+    with pytest.raises(InputError, match="a gives 1 answers for 5 images: give the batch that it takes"):
+        evaluate_modules({"a": Answering(2, lambda logits: logits[:1])}, load_images(numbered(None)), None)
+
+
 @pytest.mark.parametrize("classes", [1, 7])
 def test_models_of_other_classes_are_not_held_against_each_other(classes: int) -> None:
     models = {"a": Answering(10), "b": Answering(classes)}
