@@ -94,8 +94,8 @@ class Workplace:
 
     @contextmanager
     def opened(self, once: bool = False) -> Iterator[tuple[Segments, Segments, Importance]]:
-        """Teacher and student at their beginnings, and what each token counts. `once`: every place is fitted once before
-        the next one is gone on to, so that the student may hold what is read there.
+        """Teacher and student at their beginnings, and what each token counts. `once`: every place is fitted once, and
+        then left behind, so that the student may hold what is read there.
         """
         given, processes = self.given, self.given.processes
         with (
