@@ -8,14 +8,15 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.errors import CheckFailedError, first_line
-from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, half_of
+from attnrewrite.errors import CheckFailedError, InputError, first_line
+from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, half_of, run_file
 from attnrewrite.frontends.onnx.file import open_sizes
 from attnrewrite.passes.in_batches import with_images
 from attnrewrite.passes.onnx.rewrite import OnnxRewrite
 from attnrewrite.passes.verify import HALF_STEPS
 from attnrewrite.patterns.onnx.files import quiet_ir, read_model
 from attnrewrite.patterns.onnx.graph import OnnxGraph
+from attnrewrite.patterns.onnx.operators import QUANTISED
 from attnrewrite.patterns.onnx.sizes import real_inputs
 from attnrewrite.plan import Plan
 
@@ -45,8 +46,9 @@ def write_file(
         onnx.checker.check_model(out, full_check=True)
     except Exception as error:  # onnx raises several kinds
         raise CheckFailedError(f"{source}: onnx refuses the rewritten model: {first_line(error)}") from error
+    given = _of_its_batch(model, inputs)
     with torch.no_grad():
-        off = difference(OnnxGraph(result, open_sizes(model, size)).source, module, _of_its_batch(model, inputs))
+        off = difference(OnnxGraph(result, open_sizes(model, size)).source, module, given)
     half = half_of(result)  # the least that a form divides by follows the type, and is written down as a number
     allowed = TOLERANCE if half is None else HALF_STEPS * torch.finfo(half).eps
     if not off <= allowed:
@@ -54,6 +56,20 @@ def write_file(
             f"{source}: the rewritten model differs from the torch module by {off:.2e} (allowed {allowed:.0e}); "
             "nothing was written"
         )
+    if half is not None or any(node.op_type in QUANTISED for node in result.graph):
+        told = _fault(out, given)  # what was compared is not what users will run
+        if told is not None and _fault(source, given) is None:
+            raise CheckFailedError(f"{source}: rewritten, {told}, which it did not before; nothing was written")
+
+
+def _fault(path: Path, inputs: tuple[Tensor, ...]) -> str | None:
+    """What keeps onnxruntime, with its own optimisations, from answering in numbers; None where nothing does."""
+    try:
+        results = run_file(path, [inputs])[0]
+    except InputError as refusal:
+        return str(refusal)
+    sound = all(bool(torch.isfinite(each).all()) for each in results)
+    return None if sound else "its answer has NaN or infinity in onnxruntime"
 
 
 def _free_generated_names(model: ir.Model) -> None:

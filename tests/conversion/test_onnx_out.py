@@ -60,6 +60,20 @@ def test_a_file_in_half_precision_is_converted(file: Path, tmp_path: Path) -> No
         np.testing.assert_allclose(found, wide(images), rtol=0.02, atol=0.02)
 
 
+def test_a_file_in_half_precision_that_leaves_its_range_is_not_written(file: Path, tmp_path: Path) -> None:
+    """It is compared in float32, where weights of 30,000 do no harm."""
+    float16 = pytest.importorskip("onnxruntime.transformers.float16")
+    onnx.save(float16.convert_float_to_float16(onnx.load(file), keep_io_types=True), tmp_path / "half.onnx")
+    converted = ar.convert(tmp_path / "half.onnx", variant="l1")
+    (site,) = (part for part in converted.module.modules() if getattr(part, "site_id", "") == "site0")
+    with torch.no_grad():
+        site.value.weight.copy_(site.value.weight.sign() * 3e4)
+        site.output.weight.mul_(1e-6)
+    with pytest.raises(CheckFailedError, match="its answer has NaN or infinity in onnxruntime, which it did not"):
+        converted.save(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_file_is_converted_and_calibrated(file: Path, tmp_path: Path) -> None:
     images = [torch.rand(4, *IMAGE[1:]) for _ in range(3)]
     done = ar.convert(file, variant="l1", calibration=images, keep=["site1"])

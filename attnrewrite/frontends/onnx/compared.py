@@ -107,26 +107,34 @@ def run_each(model: ir.Model, given: Sequence[tuple[Tensor, ...]]) -> list[list[
     Raises:
         InputError: onnxruntime is not installed, or does not run the model.
     """
+    with tempfile.TemporaryDirectory() as folder, quiet_ir():
+        path = Path(folder) / "model.onnx"
+        ir.save(model, path, external_data="model.data", format="protobuf")
+        return run_file(path, given, optimised=not any(node.op_type in QUANTISED for node in model.graph))
+
+
+def run_file(path: Path, given: Sequence[tuple[Tensor, ...]], optimised: bool = True) -> list[list[Tensor]]:
+    """The results of the file at `path` in onnxruntime for each of several inputs; where it is not `optimised`, as it
+    is written.
+
+    Raises InputError as `run_each` does.
+    """
     try:
         import onnxruntime
     except ImportError as error:
         raise InputError("onnxruntime is not installed (pip install 'attnrewrite[onnx]')") from error
-    with tempfile.TemporaryDirectory() as folder, quiet_ir():
-        path = Path(folder) / "model.onnx"
-        ir.save(model, path, external_data="model.data", format="protobuf")
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 4  # what it raises says it all
-        if any(node.op_type in QUANTISED for node in model.graph):
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        try:
-            session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-            names = [value.name for value in session.get_inputs()]
-            feeds = [{name: t.numpy() for name, t in zip(names, inputs, strict=True)} for inputs in given]
-            made = [session.run(None, feed) for feed in feeds]
-        except Exception as error:  # onnxruntime raises many kinds
-            line = first_line(error)
-            raise InputError(f"onnxruntime does not run the model: {line}") from error
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 4  # what it raises says it all
+    if not optimised:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        names = [value.name for value in session.get_inputs()]
+        feeds = [{name: t.numpy() for name, t in zip(names, inputs, strict=True)} for inputs in given]
+        made = [session.run(None, feed) for feed in feeds]
+    except Exception as error:  # onnxruntime raises many kinds
+        raise InputError(f"onnxruntime does not run the model: {first_line(error)}") from error
     return [[torch.from_numpy(np.asarray(each)) for each in results] for results in made]
 
 
