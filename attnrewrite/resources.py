@@ -59,7 +59,15 @@ def free_memory() -> int:
     the machine's, where the system does not tell.
     """
     limits = [free for free in (_machine(), _control_group()) if free is not None]
-    return max(0, min(limits)) if limits else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return max(0, min(limits)) if limits else (physical_memory() or 0) // 2
+
+
+def physical_memory() -> int | None:
+    """What this machine has in all; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def free_disk(folder: Path) -> int:

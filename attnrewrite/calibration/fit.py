@@ -19,7 +19,7 @@ from attnrewrite.calibration.points import Point, Undo, fit_points
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.segments import Segments, Values, rewritten_site, site_heads
 from attnrewrite.calibration.stage import Distance, StageInput, StageResult, distance
-from attnrewrite.calibration.workplace import Workplace, most_tokens
+from attnrewrite.calibration.workplace import Demand, Workplace, most_tokens
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.passes.site_module import SiteModule, Write, read
 from attnrewrite.resources import give_back
@@ -62,9 +62,9 @@ class Fit:
         points = fit_points(student)
         undo: list[Undo] = []
         unsearched: dict[str, list[str]] = {}
-        work = Workplace.of(self.name, given, points, times=self._times(given, points))
+        work = Workplace.of(self.name, given, points, Demand(times=self._times(given, points), once=True))
         passed = 0  # the position behind the last point's stream
-        with work.opened(once=True) as (teacher, own, weights):
+        with work.opened() as (teacher, own, weights):
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
                 given.report(self.name, done, len(points))
                 for segments in (teacher, own):

@@ -16,7 +16,7 @@ from attnrewrite.calibration.points import Point, fit_points
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import Distance, StageInput, StageResult, distance
 from attnrewrite.calibration.train import Schedule, check_losses, checkpoint, descend, snapshot, training_key
-from attnrewrite.calibration.workplace import Workplace
+from attnrewrite.calibration.workplace import Demand, Workplace
 from attnrewrite.passes.verify import rewritten_sites
 
 SEEN = 5  # times that blocks see an image: where there are too few, each comes moved as well, or they learn it by heart
@@ -57,9 +57,8 @@ class Reconstruction:
         ends = [branch.node.name for window in windows for branch in list(window.ends.values())[-1:]]
         seen = self.steps * given.images.batch_size / len(given.images.images)
         times = max(1, round(seen / SEEN))
-        work = Workplace.of(
-            self.name, given, points, ends=ends, draws=FINE_DRAWS, times=times, choosing_times=times
-        )  # fmt: skip
+        asked = Demand(draws=FINE_DRAWS, times=times, choosing_times=times, ends=ends)
+        work = Workplace.of(self.name, given, points, asked)
         key = training_key(given, self)
         found = checkpoint(given, self.name, key) or {"windows": 0, "student": tensors}
         student.load_state_dict(found["student"])

@@ -28,6 +28,25 @@ STREAM_AT_ONCE = 5 * 2**20  # bytes of a batch's stream on a processor: where an
 
 
 @dataclass(frozen=True)
+class Demand:
+    """What is asked of a workplace: so many `streams` of every image's activations, the network differentiated in
+    `draws` directions for each image; each image comes so many `times`, those that choose so many `choosing_times`,
+    changed but for the first.
+
+    `ends` are the names of the nodes between which the network is trained. None: what each token counts is all that it
+    is differentiated for, at once or in a few pieces where there is room for that.
+    `once`: every place is fitted once, and then left behind, so that what is read there may be held until then.
+    """
+
+    streams: int = 2
+    draws: int = DRAWS
+    times: int = 1
+    choosing_times: int = 1
+    ends: Collection[str] | None = None
+    once: bool = False
+
+
+@dataclass(frozen=True)
 class Workplace:
     """The images of a fit in batches that memory has room for, and where their activations wait: in memory where they
     take at most half of it, else in temporary files. `holds`: beside them there is room for what a map reads of all
@@ -42,66 +61,49 @@ class Workplace:
     holds: bool = False
 
     @classmethod
-    def of(
-        cls,
-        what: str,
-        given: StageInput,
-        points: Sequence[Point],
-        streams: int = 2,
-        ends: Collection[str] | None = None,
-        draws: int = DRAWS,
-        times: int = 1,
-        choosing_times: int = 1,
-    ) -> "Workplace":
-        """For `what` fits `points` with so many `streams` of every image's activations, and differentiates the network
-        in `draws` directions for each image. Each image comes so many `times`, those that choose so many
-        `choosing_times`, changed but for the first.
-
-        `ends` are the names of the nodes between which it trains the network. None: what each token counts is all that
-        it differentiates for, at once or in a few pieces where there is room for that.
+    def of(cls, what: str, given: StageInput, points: Sequence[Point], asked: Demand = Demand()) -> "Workplace":
+        """For `what` fits `points` and asks for so much.
 
         Raises:
             InputError: memory has no room for one image, or the disk none for all of them.
         """
-        pool, device = _divided(given.images, times, choosing_times), given.processes.device
+        pool, device = _divided(given.images, asked.times, asked.choosing_times), given.processes.device
         widest = _widest(given.student, points)
         if device == "cpu" and not pool.filled:
             pool = replace(pool, batch_size=min(pool.batch_size, max(1, STREAM_AT_ONCE // max(1, widest))))
         stream = len(pool.images) * widest
-        mine = streams * stream // given.processes.size
+        mine = asked.streams * stream // given.processes.size
         on_disk = mine > room(given.execution, device) // 2
         if on_disk:
-            require_disk(what, streams * stream)
-        read = mine // streams * _widening(points)
-        holds = device == "cpu" and ends is None and mine + read <= room(given.execution, device) // 2
+            require_disk(what, asked.streams * stream)
+        read = mine // asked.streams * _widening(points)
+        holds = device == "cpu" and asked.once and mine + read <= room(given.execution, device) // 2
         waiting = (0 if on_disk else mine) + (read if holds else 0)
         beside = given.execution, device, _held_bytes(points, stream, len(pool.images)) + waiting
-        names = ends or [branch.node.name for branch in branches(given.teacher)]
+        names = asked.ends or [branch.node.name for branch in branches(given.teacher)]
 
         def backwards(pieces: int | None) -> Callable[..., object]:
-            blocks = Blocks(given.teacher, names, draws, pieces)
+            blocks = Blocks(given.teacher, names, asked.draws, pieces)
             return lambda *inputs: blocks.gradients(inputs, 0)
 
         pieces = None
-        if ends is None and given.importance is None and not pool.filled:
+        if asked.ends is None and given.importance is None and not pool.filled:
             pieces = next((few for few in FEW_PIECES if has_room_for(ENOUGH, pool, backwards(few), *beside)), None)
         images = sized(pool, what, backwards(pieces), *beside)
         size = given.processes.from_owner(images.batch_size, 0)  # all processes have the same batches
-        return cls(given, replace(images, batch_size=size), on_disk, draws, pieces, holds)
+        return cls(given, replace(images, batch_size=size), on_disk, asked.draws, pieces, holds)
 
     def store(self) -> Store:
         return OnDisk() if self.on_disk else InMemory()
 
     @contextmanager
-    def opened(self, once: bool = False) -> Iterator[tuple[Segments, Segments, Importance]]:
-        """Teacher and student at their beginnings, and what each token counts. `once`: every place is fitted once, and
-        then left behind, so that the student may hold what is read there.
-        """
+    def opened(self) -> Iterator[tuple[Segments, Segments, Importance]]:
+        """Teacher and student at their beginnings, and what each token counts."""
         given, processes = self.given, self.given.processes
         with (
             closing(self.store()) as energy,
             Segments(given.teacher, self.images, processes, self.store()) as teacher,
-            Segments(given.student, self.images, processes, self.store(), once and self.holds) as student,
+            Segments(given.student, self.images, processes, self.store(), self.holds) as student,
         ):
             if given.importance is not None:
                 weights = given.importance(self.images)

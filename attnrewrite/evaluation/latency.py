@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from attnrewrite.errors import InputError
+from attnrewrite.resources import physical_memory
 
 PACKAGES = ("attnrewrite", "torch", "onnxruntime", "apache-tvm", "coremltools", "numpy")
 
@@ -70,7 +71,7 @@ def environment(threads: int) -> dict[str, object]:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": physical_memory(),
         "os": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
@@ -108,13 +109,6 @@ def _processor() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "Hardware"))]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _version(package: str) -> str | None:

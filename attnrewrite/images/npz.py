@@ -1,7 +1,6 @@
 """An .npz file of images and labels: what its headers say is looked at before any of it is read."""
 
 import math
-import os
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 
 from attnrewrite.errors import InputError
 from attnrewrite.files import check_file
+from attnrewrite.resources import physical_memory
 
 
 def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
@@ -76,7 +76,7 @@ def _head(archive: zipfile.ZipFile, name: str) -> _Head:
 
 def _require_held(path: Path, heads: Iterable[_Head]) -> None:
     """Raise InputError for arrays that memory does not hold."""
-    wanted, memory = sum(head.nbytes for head in heads), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if wanted > memory:
+    wanted, memory = sum(head.nbytes for head in heads), physical_memory()
+    if memory is not None and wanted > memory:
         sizes = f"{wanted / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f} GiB of memory"
         raise InputError(f"{path} holds {sizes}: give fewer images, or a folder of them, which is read in parts")

@@ -17,7 +17,7 @@ from attnrewrite.calibration.points import Point, fit_points
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput
-from attnrewrite.calibration.workplace import Workplace
+from attnrewrite.calibration.workplace import Demand, Workplace
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.pool import first_tensor
 from attnrewrite.selection.loss_bound import distance
@@ -45,7 +45,7 @@ def trials(given: StageInput, sites: Sequence[AttentionSite], candidates: Sequen
     """
     by_id = {site.id: site for site in sites}
     points = fit_points(given.student)
-    work = Workplace.of("selection", given, points, streams=2 + KEPT, draws=FINE_DRAWS)
+    work = Workplace.of("selection", given, points, Demand(streams=2 + KEPT, draws=FINE_DRAWS))
     with ExitStack() as stack:
         teacher, student, weights = stack.enter_context(work.opened())
         # Every process needs the whole output, so that each runs all held-out images.

@@ -16,7 +16,7 @@ from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.room import peak_memory_of, sized
 from attnrewrite.calibration.stage import StageInput, distance
 from attnrewrite.calibration.stages import run
-from attnrewrite.calibration.workplace import Workplace, _held_bytes, _widest
+from attnrewrite.calibration.workplace import Demand, Workplace, _held_bytes, _widest
 from attnrewrite.errors import InputError
 from attnrewrite.request import Execution
 from attnrewrite.variants.registry import get_variant
@@ -116,7 +116,8 @@ def test_the_network_goes_forwards_once_where_there_is_room_and_by_blocks_where_
         within(monkeypatch, left, streams)
         found.append(Workplace.of("fit", given, fit_points(given.student)).pieces)
     within(monkeypatch, 1 << 40)
-    trained = Workplace.of("fit", given, fit_points(given.student), ends=[next(branches(given.teacher)).node.name])
+    ends = [next(branches(given.teacher)).node.name]
+    trained = Workplace.of("fit", given, fit_points(given.student), Demand(ends=ends))
     assert (*found, trained.pieces) == (1, None, None)
 
 

@@ -83,7 +83,7 @@ def test_what_is_chosen_is_fitted_as_it_was_measured(labelled: list, monkeypatch
     monkeypatch.setattr(fit, "FEW_IMAGES", 10)
     times: list[int] = []
     own = Workplace.of
-    monkeypatch.setattr(Workplace, "of", lambda *args, **how: times.append(how.get("times", 1)) or own(*args, **how))
+    monkeypatch.setattr(Workplace, "of", lambda *args: times.append(args[3].times) or own(*args))
     ar.convert(encoder(), INPUTS, variant="auto", max_drop=8.0, candidates=["l1"], calibration=labelled)
     assert set(times) == {1}
     times.clear()
