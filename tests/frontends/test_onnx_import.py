@@ -10,7 +10,7 @@ from onnx_spellings import NOT_ON_PROCESSORS, SPELLINGS, proto, spelled
 
 from attnrewrite.errors import InputError
 from attnrewrite.frontends.capture import capture
-from attnrewrite.frontends.onnx.importer import TOLERANCE, difference, import_model
+from attnrewrite.frontends.onnx.importer import TOLERANCE, difference, import_graph
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
@@ -326,13 +326,15 @@ def test_an_operator_computes_what_onnxruntime_computes(name: str) -> None:
     opset, inputs, body = OPERATORS[name]
     model = ir.serde.deserialize_model(proto(body, opset, inputs, "float y"))
     model.graph.outputs[0].shape = None
-    module, (example,) = import_model(model)
+    module, (example,) = import_graph(OnnxGraph(model))
     assert difference(model, module, (torch.cat([example, -example, example]),)) <= TOLERANCE
 
 
 def test_whole_numbers_of_an_example_name_rows_that_a_table_has() -> None:
     body = "axes = Constant<value_ints=[1]>() a = Unsqueeze(x, axes) i = Cast<to=6>(a) y = Gather(wq, i)"
-    module, (example,) = import_model(ir.serde.deserialize_model(proto(body, 17, "int64[B,99] x", "float y")))
+    module, (example,) = import_graph(
+        OnnxGraph(ir.serde.deserialize_model(proto(body, 17, "int64[B,99] x", "float y")))
+    )
     assert (example.dtype, int(example.min()), int(example.max())) == (torch.int64, 0, 15)
     assert module(example).shape == (2, 1, 99, 16)
 
@@ -340,7 +342,7 @@ def test_whole_numbers_of_an_example_name_rows_that_a_table_has() -> None:
 @pytest.mark.parametrize("name", [name for name in SPELLINGS if name not in NOT_ON_PROCESSORS])
 def test_an_imported_attention_is_the_same_site(name: str) -> None:
     model = spelled(name)
-    module, inputs = import_model(model)
+    module, inputs = import_graph(OnnxGraph(model))
     (mine,) = scan(FxGraph(capture("imported", module, inputs).module), "imported").sites
     (wanted,) = scan_onnx(OnnxGraph(model), "model").sites
     assert same_weights(mine.fingerprint, wanted.fingerprint)
@@ -352,7 +354,7 @@ def test_a_model_in_half_precision_is_held_to_what_it_means() -> None:
     float16 = pytest.importorskip("onnxruntime.transformers.float16")
     half = float16.convert_float_to_float16(ir.serde.serialize_model(spelled("opset 11")), keep_io_types=True)
     model = ir.serde.deserialize_model(half)
-    module, inputs = import_model(model)
+    module, inputs = import_graph(OnnxGraph(model))
     assert len(scan_onnx(OnnxGraph(model), "model").sites) == 1
     assert any(parameter.dtype == torch.float16 for parameter in module.parameters())
     assert difference(model, module, inputs) <= TOLERANCE
@@ -388,14 +390,14 @@ def test_a_model_in_half_precision_is_held_to_what_it_means() -> None:
 )
 def test_what_cannot_be_imported_is_named(body: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        import_model(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float y")))
+        import_graph(OnnxGraph(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float y"))))
 
 
 def test_a_third_party_file_is_imported(shared: Path) -> None:
     path = shared / "data/cct_xs_plate_ocr_onnx/cct_xs_v1_global.onnx"
     if not path.is_file():
         pytest.skip(f"needs {path.name}")
-    module, (example,) = import_model(ir.load(path))
+    module, (example,) = import_graph(OnnxGraph(ir.load(path)))
     assert (example.dtype, tuple(example.shape)) == (torch.uint8, (2, 64, 128, 3))
     assert difference(ir.load(path), module, (torch.cat([example, example.flip(1)]),)) <= TOLERANCE
     np.testing.assert_allclose(module(example).sum(-1).detach(), 1, rtol=1e-5)
@@ -407,4 +409,4 @@ def test_a_weight_that_is_no_number_is_named() -> None:
     assert damaged.const_value is not None
     damaged.const_value = ir.tensor(np.full_like(damaged.const_value.numpy(), np.nan), name="bq")
     with pytest.raises(InputError, match="weight bq holds NaN"):
-        import_model(model)
+        import_graph(OnnxGraph(model))

@@ -12,7 +12,7 @@ from onnx_spellings import proto, spelled
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.onnx import left_out as leaving
 from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, run
-from attnrewrite.frontends.onnx.importer import example_inputs, import_model
+from attnrewrite.frontends.onnx.importer import example_inputs, import_graph
 from attnrewrite.frontends.onnx.left_out import left_out
 from attnrewrite.patterns.onnx.graph import OnnxGraph
 
@@ -64,7 +64,7 @@ def model(opset: int, body: str) -> ir.Model:
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_a_rounding_gives_the_integers_of_onnxruntime(name: str) -> None:
     given = model(*ROUNDINGS[name])
-    module, (example,) = import_model(given)
+    module, (example,) = import_graph(OnnxGraph(given))
     for tokens in (example, 100 * example[:1]):  # the latter beyond the range
         torch.testing.assert_close(module(tokens), run(given, (tokens,))[0], rtol=1e-6, atol=1e-7)
 
@@ -73,19 +73,19 @@ def test_a_rounding_gives_the_integers_of_onnxruntime(name: str) -> None:
 def test_a_rounding_that_cannot_be_imported_is_named(name: str) -> None:
     opset, body, message = REFUSED[name]
     with pytest.raises(InputError, match=re.escape(message)):
-        import_model(model(opset, body))
+        import_graph(OnnxGraph(model(opset, body)))
 
 
 def test_integers_may_be_a_result() -> None:
     given = ir.serde.deserialize_model(proto(_ZERO % 2 + "y = QuantizeLinear(x, s, z)", 17, outputs="uint8[B,10,16] y"))
-    module, (example,) = import_model(given)
+    module, (example,) = import_graph(OnnxGraph(given))
     found, (wanted,) = module(example), run(given, (example,))
     assert found.dtype == torch.uint8
     assert torch.equal(found, wanted)
 
 
 def test_a_rounding_has_the_gradient_of_the_identity_within_its_range() -> None:
-    module, _ = import_model(model(*ROUNDINGS["signed bytes"]))
+    module, _ = import_graph(OnnxGraph(model(*ROUNDINGS["signed bytes"])))
     tokens = torch.tensor([0.0, 0.51, -3.0, 100.0, -100.0]).reshape(1, 5, 1).expand(1, 5, 16)
     tokens = tokens.repeat(1, 2, 1).requires_grad_()
     module(tokens).sum().backward()
@@ -95,7 +95,7 @@ def test_a_rounding_has_the_gradient_of_the_identity_within_its_range() -> None:
 
 def test_a_module_is_held_to_the_file_from_rounding_to_rounding() -> None:
     given = with_pairs(spelled("plain"), ["o3"])
-    module, inputs = import_model(given)
+    module, inputs = import_graph(OnnxGraph(given))
     assert difference(given, module, inputs) <= TOLERANCE
     with torch.no_grad():
         module.wq[0, 0] += 0.05  # which a rounding after it could hide

@@ -30,13 +30,6 @@ from attnrewrite.patterns.onnx.sizes import reading, real_inputs
 TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS | ROUNDINGS
 
 
-def import_model(
-    model: ir.Model, input_sizes: Mapping[str, tuple[int, ...]] | None = None
-) -> tuple[GraphModule, tuple[Tensor, ...]]:
-    """`model` as `import_graph` has it. `input_sizes` gives what the inputs leave open beyond the batch, by name."""
-    return import_graph(OnnxGraph(model, input_sizes))
-
-
 def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
     """`graph` as a torch module, and inputs that it runs on; checked against onnxruntime on these.
 

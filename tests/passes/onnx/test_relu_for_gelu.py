@@ -14,7 +14,7 @@ from onnx_runs import run
 from torch import Tensor, nn
 
 from attnrewrite.frontends.capture import capture
-from attnrewrite.frontends.onnx.importer import import_model
+from attnrewrite.frontends.onnx.importer import import_graph
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.onnx.rewrite import OnnxRewrite
 from attnrewrite.patterns.fx.graph import FxGraph
@@ -92,7 +92,7 @@ def test_relu_takes_the_place_of_gelu_behind_the_rewritten_site_alone(kind: str,
     assert [count["Relu"] for count in counts] == [0, 1]
     for before, after in (("Erf", "Erf"), ("Tanh", "Tanh"), ("Gelu", "Gelu")):
         assert counts[1][after] == counts[0][before] // 2
-    imported, _ = import_model(file)
+    imported, _ = import_graph(OnnxGraph(file))
     graph = capture("model", imported, (x,)).module
     rewritten = FxRewrite(Plan("model", (Placement.at(scan(FxGraph(graph), "model").sites[0], variant),)))(graph)
     names = [str(node.target) for node in rewritten.graph.nodes if node.op == "call_function"]

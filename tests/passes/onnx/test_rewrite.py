@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from attnrewrite.errors import InputError
 from attnrewrite.frontends.capture import capture
-from attnrewrite.frontends.onnx.importer import import_model
+from attnrewrite.frontends.onnx.importer import import_graph
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.onnx.diff import difference
 from attnrewrite.passes.onnx.rewrite import OnnxRewrite
@@ -72,7 +72,7 @@ def test_a_form_in_onnx_is_its_torch_module(variant: str) -> None:
     plan = plan_for(scan_onnx(OnnxGraph(model), "model"), get_variant(variant))
     if not plan.placements:
         pytest.skip(f"{variant} cannot stand at this site")
-    module, inputs = import_model(model)
+    module, inputs = import_graph(OnnxGraph(model))
     original = capture("model", module, inputs).module
     rewritten = FxRewrite(plan_for(scan(FxGraph(original), "model"), get_variant(variant)))(original)
     with torch.no_grad():
