@@ -100,10 +100,10 @@ class Segments:
     @torch.no_grad()
     def advance(self, first: int, last: int, keep: Collection[Node] = ()) -> None:
         """Start from now on where least is live from `first` to `last`: here, where that lies between and nowhere later
-        is as little. `keep` are values that are asked for yet.
+        is as little, or where `first` lies behind `last`. `keep` are values that are asked for yet.
         """
         stop = self.cuts.least(max(self.position, first) - 1, last)
-        if stop > self.position:
+        if self.position < stop <= last:
             for index in self.mine:
                 values = self.at(index, stop, frozenset(keep))
                 standing = {node: value for node, value in values.items() if isinstance(node, Node)}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fits import KINDS, WIDTH, Attention, calibration, error_on_others, pictures
+from fits import KINDS, WIDTH, Attention, Model, calibration, error_on_others, pictures
 from torch import Tensor, nn
 
 from attnrewrite.calibration import descent, fit
@@ -231,6 +231,31 @@ def test_points_that_overlap_are_fitted_in_order() -> None:
     """In parallel blocks the attention's sum comes after the MLP's map: both are still points of their own."""
     points = fit_points(calibration("parallel", get_variant("softmax")).student)
     assert [point.site is not None for point in points] == [True, False, True, False]
+
+
+class TwoHeads(Model):
+    """What two linear heads say of a token each is added up, as a distilled DeiT's is; both are maps that end a branch
+    there, and neither has its stream before the other.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("pre-norm")
+        self.other = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.blocks(self.embed(x).flatten(2).transpose(1, 2))
+        return (self.head(tokens[:, 0]) + self.other(tokens[:, 1])) / 2
+
+
+@pytest.mark.parametrize("stage", [Fit(), Reconstruction(steps=150)])
+def test_two_heads_that_are_added_up_are_fitted_one_after_the_other(stage: Stage) -> None:
+    given = calibration("two heads", get_variant("l1"), model=TwoHeads().eval())
+    points = fit_points(given.student)
+    assert [point.site is not None for point in points] == [True, False, True, False, False, False]
+    assert points[-1].stream is points[-2].stream
+    before = distance(given).loss
+    stage.run(given)
+    assert distance(given).loss < before
 
 
 class Bare(nn.Module):
