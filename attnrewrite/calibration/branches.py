@@ -17,6 +17,7 @@ SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solv
 
 _MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
 _MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
+_NORM = "batch_norm"
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,19 @@ class Step:
     carried: Node
 
     def apply(self, moved: Tensor, values: Values) -> Tensor:
+        """What the operation makes of a change of what it carries."""
+
         def value(argument: Any) -> Any:
             if argument is self.carried:
                 return moved
             return values[argument] if isinstance(argument, Node) else argument
 
         target: Any = self.node.target
-        return target(*map_aggregate(self.node.args, value), **map_aggregate(self.node.kwargs, value))
+        args: Any = map_aggregate(self.node.args, value)
+        if _operation(self.node) == _NORM:  # what is subtracted and added is no part of a change
+            given, weight, _, mean, *rest = args
+            args = (given, weight, None, torch.zeros_like(mean), *rest)
+        return target(*args, **map_aggregate(self.node.kwargs, value))
 
 
 @dataclass(frozen=True)
@@ -221,8 +228,7 @@ def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], No
     """
     path: list[Step] = []
     current = node
-    while len(current.users) == 1:
-        (following,) = current.users
+    while (following := _reader(current)) is not None:
         operands = [operand for operand in following.all_input_nodes if operand is not current]
         kind = _operation(following)
         if list(following.args).count(current) != 1:
@@ -231,12 +237,19 @@ def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], No
             if _shape(following) != _shape(current):  # one row for several tokens of the stream
                 break
             return tuple(path), following, operands[0]
-        scales = kind == "mul" and not any(operand in varying for operand in operands)
-        if not (scales or (kind in _MOVES and following.args[0] is current)):
+        first, settled = following.args[0] is current, not any(operand in varying for operand in operands)
+        scales = kind == "mul" or (kind == _NORM and first and not following.args[5])
+        if not ((scales and settled) or (kind in _MOVES and first)):
             break
         path.append(Step(following, current))
         current = following
     return (), node, None
+
+
+def _reader(node: Node) -> Node | None:
+    """The one operation that reads more than a length of `node`; None where there are none, or several."""
+    readers = [user for user in node.users if _operation(user) != "sym_size"]
+    return readers[0] if len(readers) == 1 else None
 
 
 def _shape(node: Node) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class ConvMlp(nn.Sequential):
 
 
 class Block(nn.Module):
-    """One block in five arrangements; each has two branches that end in a linear map."""
+    """One block in six arrangements; each has two branches that end in a linear map."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -57,6 +57,9 @@ class Block(nn.Module):
         self.attention, self.mlp = Attention(), ConvMlp() if kind == "convolutions" else Mlp()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.scale = nn.Parameter(torch.linspace(0.2, 2.0, WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm.weight.data, self.norm.bias.data = torch.linspace(0.2, 2.0, WIDTH), torch.linspace(-0.2, 0.2, WIDTH)
+        self.norm.running_mean, self.norm.running_var = torch.linspace(0.2, -0.2, WIDTH), torch.linspace(0.5, 2, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "post-norm":
@@ -64,11 +67,17 @@ class Block(nn.Module):
             return self.second(x + self.mlp(x))
         if self.kind == "parallel":
             return x + self.attention(self.first(x)) + self.mlp(self.second(x))
+        if self.kind == "normalised":
+            x = x + self._normalised(self.attention(self.first(x)))
+            return x + self._normalised(self.mlp(self.second(x)))
         if self.kind == "windows":
             x = x + self._windows(self.first(x))
             return x + self.mlp(self.second(x))
         x = x + self.scale * self.attention(self.first(x))
         return x + self.mlp(self.second(x)) * self.scale
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return self.norm(x.flatten(0, 1)).reshape_as(x)
 
     def _windows(self, x: Tensor) -> Tensor:
         """Attention in rolled 4x4 windows of the 6x6 grid padded to 8x8."""
@@ -91,7 +100,7 @@ class Model(nn.Module):
         return self.head(self.blocks(self.embed(x).flatten(2).transpose(1, 2)).mean(1))
 
 
-KINDS = ("post-norm", "pre-norm", "parallel", "windows", "convolutions")
+KINDS = ("post-norm", "pre-norm", "parallel", "windows", "convolutions", "normalised")
 
 
 def pictures(count: int = 96) -> Images:
