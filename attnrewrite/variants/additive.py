@@ -22,6 +22,7 @@ from attnrewrite.variants.parts.tensors import merge_heads, safe, score_scale, s
 
 RIDGE = 1e-2
 LEVEL = 8.0  # of the constant channel, in mean token norms
+GATE_CHANNELS = 64  # of a query, that a gate is fitted to: statistics grow with their square, for every channel
 LEAST_NORM = 1e-12  # of the mean token, below which it counts as zero
 
 
@@ -156,7 +157,7 @@ class AdditiveForm(Form):
         self.slots.shift.zero_()
         self.slots.level(channel)
         self.weight.copy_(self._fitted_weight(mean_query(activations()), activations()))
-        gate, norm = self._fitted_gate(activations())
+        gate, norm = self._fitted_gate(activations)
         gate = gate / self._at_least(norm)
         self.slots.gate.copy_(gate[:, :-1])
         self.slots.gate_shift.copy_(gate[:, -1].flatten())
@@ -182,14 +183,16 @@ class AdditiveForm(Form):
             fit.add(self._unit_values(heads.value).flatten(0, 1).double(), wanted.flatten(0, 1))
         return fit.solve(RIDGE)
 
-    def _fitted_gate(self, batches: Iterator[Heads]) -> tuple[Tensor, float]:
+    def _fitted_gate(self, batches: Callable[[], Iterator[Heads]]) -> tuple[Tensor, float]:
         """The gate g [H, d + 1, d] of [q, 1], and the root mean square of what it gives a token.
 
         Each channel of softmax's output is fitted by [q, 1] g * G + [q, 1] c; what c gives is left to the maps after.
+        Of queries of many channels, those directions count that they have most of.
         """
+        basis = _leading(batches(), GATE_CHANNELS)
         fit, total = LeastSquares(), torch.zeros(1, dtype=torch.float64)
-        for heads, target in with_outputs(batches, self.scale):
-            query = F.pad(heads.query, (0, 1), value=1.0).double()
+        for heads, target in with_outputs(batches(), self.scale):
+            query = F.pad(heads.query.double() @ basis, (0, 1), value=1.0)
             gram, moment = query.mT @ query, target.double().mT @ query
             context = global_query(self._unit_values(heads.value), self.weight)
             context = split_heads(context, self.heads).squeeze(2).double()
@@ -200,7 +203,8 @@ class AdditiveForm(Form):
             total = total.to(gram) + gram.sum(0)
         gate = fit.solve(RIDGE)[:, :, : total.shape[1], 0]
         energy, tokens = torch.einsum("hek,hkl,hel->", gate, total, gate), total[0, -1, -1]
-        return gate.mT, math.sqrt(float(energy / tokens))
+        linear, constant = gate.mT.split([basis.shape[2], 1], dim=1)
+        return torch.cat([basis @ linear, constant], dim=1), math.sqrt(float(energy / tokens))
 
     def _fitted_maps(self, batches: Iterator[Heads]) -> Tensor:
         """The maps after the form, [2 D + 1, D]: of G * k, of q, and the bias."""
@@ -209,6 +213,19 @@ class AdditiveForm(Form):
             columns = F.pad(torch.cat(self._attend(heads.query, heads.value), dim=2), (0, 1), value=1.0)
             fit.add(columns.flatten(0, 1).double(), merge_heads(target).flatten(0, 1).double())
         return fit.solve(RIDGE)
+
+
+def _leading(batches: Iterator[Heads], most: int) -> Tensor:
+    """The directions [H, d, at most `most`] that queries have most of; all of them as they are, where those are few."""
+    first = next(batches)
+    heads, channels = first.query.shape[1], first.query.shape[3]
+    every = torch.eye(channels).to(first.query.device, torch.float64).expand(heads, -1, -1)
+    if channels <= most:
+        return every
+    moment = torch.zeros_like(every)
+    for query in (each.query.double() for each in (first, *batches)):
+        moment += (query.mT @ query).sum(0)
+    return torch.linalg.eigh(moment).eigenvectors[..., -most:]
 
 
 def steadiest_channel(batches: Iterator[Heads], scale: float) -> tuple[int, float]:

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from variant_sites import make_heads, make_site
 
 from attnrewrite.site import AttentionSite
+from attnrewrite.variants import additive
 from attnrewrite.variants.additive import (
     LEVEL,
     Additive,
@@ -118,6 +119,28 @@ def test_one_channel_of_both_slots_is_a_constant_beside_tokens_of_norm_one() -> 
         close(slot[..., channel], torch.full((8, 15), LEVEL, dtype=torch.float64))
         rest = slot.norm(dim=2).square() - LEVEL**2
         assert 0.5 < float(rest.mean()) < 1.5
+
+
+@torch.no_grad()
+def test_a_gate_is_fitted_to_the_directions_that_queries_have_most_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    three = drawn(2, 3, 6)
+
+    def flat() -> Iterator[Heads]:
+        return (heads._replace(query=heads.query[..., :3] @ three) for heads in stream()())
+
+    def fitted(channels: int) -> AdditiveForm:
+        monkeypatch.setattr(additive, "GATE_CHANNELS", channels)
+        form = AdditiveForm(2, 6, 2, 6**-0.5).double()
+        form.refine(flat)
+        return form
+
+    def error(form: AdditiveForm) -> float:
+        return sum(float((form(*h) - softmax_attention(*h[:3], 6**-0.5)).square().mean()) for h in flat())
+
+    every, three_of_them, one = fitted(6), fitted(3), fitted(1)
+    assert error(three_of_them) == pytest.approx(error(every), rel=1e-2)
+    ranks = [torch.linalg.matrix_rank(form.slots.gate).tolist() for form in (three_of_them, one)]
+    assert ranks == [[3, 3], [1, 1]]
 
 
 def test_a_second_fit_to_the_same_is_the_first() -> None:
