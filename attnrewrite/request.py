@@ -116,7 +116,8 @@ class Calibration:
 
     images: Any = option(  # noqa: RUF009, it is a dataclasses.field
         None,
-        "Images to repair the accuracy with, labels not needed: a folder, or an .npz with x.",
+        "Images to repair the accuracy with, labels not needed: a folder, or an .npz with x; where the model takes "
+        "something else, an .npz with an array for each input.",
         name="calibrate",
         type=str | None,
         metavar="DATA",

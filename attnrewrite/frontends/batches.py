@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from attnrewrite.errors import InputError, Refusal, first_line
 from attnrewrite.frontends.capture import Captured, batch_of, capture, inputs_of
 from attnrewrite.frontends.sources import Source
+from attnrewrite.images.model_inputs import listed
 from attnrewrite.images.preprocessing import Size
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import drawn_alike
@@ -88,18 +89,22 @@ def input_names(source: Source) -> tuple[str, ...]:
     return tuple(inspect.signature(model.forward).parameters)[: len(source.example_inputs)]
 
 
+def takes_pictures(source: Source) -> bool:
+    """Whether a batch of pictures is all that the model takes."""
+    return [example.dim() for example in source.example_inputs] == [4]
+
+
 def image_size_of(source: Source) -> Size:
-    """(channels, height, width) of a model of pictures; of one that takes several inputs, nothing reads it."""
-    return source.input_size if len(source.example_inputs) == 1 else (0, 0, 0)
+    """(channels, height, width) of a model of pictures; of one that takes something else, nothing reads it."""
+    return source.input_size if takes_pictures(source) else (0, 0, 0)
 
 
 def require_pictures(source: Source) -> None:
-    """Raise InputError where a model takes more than pictures, as it cannot be measured on them."""
-    names = input_names(source)
-    if len(names) > 1:
+    """Raise InputError where a model takes more than pictures, or none, as it cannot be measured on them."""
+    if not takes_pictures(source):
         raise InputError(
-            f"{source.name} takes {len(names)} inputs ({', '.join(names)}), and only models of pictures are evaluated: "
-            "call the converted module on your own data"
+            f"{source.name} takes {listed(input_names(source), source.example_inputs)}, and only models of pictures "
+            "are evaluated: call the converted module on your own data"
         )
 
 

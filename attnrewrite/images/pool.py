@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from attnrewrite.images.dataset import Images
-from attnrewrite.images.multiple_inputs import MultipleInputs
+from attnrewrite.images.model_inputs import ModelInputs
 from attnrewrite.images.preprocessing import Preprocessing, Size
 
 
@@ -53,7 +53,7 @@ class Pool:
     @property
     def pictures(self) -> bool:
         """Whether they can be moved and pasted over each other."""
-        return not isinstance(self.images.x, MultipleInputs)
+        return not isinstance(self.images.x, ModelInputs)
 
     @cached_property
     def digest(self) -> str:
@@ -74,9 +74,7 @@ class Pool:
     def draw(self, indices: Tensor) -> tuple[Tensor, ...]:
         """The inputs for the images at `indices` [b]."""
         chosen = self.images.x[indices.numpy()]
-        return (
-            chosen.values if isinstance(chosen, MultipleInputs) else (chosen.read(self.preprocessing, self.input_size),)
-        )
+        return chosen.values if isinstance(chosen, ModelInputs) else (chosen.read(self.preprocessing, self.input_size),)
 
     @torch.no_grad()
     def outputs(self, model: GraphModule, device: str) -> Tensor:

@@ -21,7 +21,7 @@ from attnrewrite.calibration.stage import Distance, Stage, StageInput, distance
 from attnrewrite.calibration.stages import Copy, calibrate, run, split
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.images.dataset import Images
-from attnrewrite.images.multiple_inputs import MultipleInputs
+from attnrewrite.images.model_inputs import ModelInputs
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.passes.verify import rewritten_sites
@@ -125,7 +125,7 @@ def test_pictures_that_come_again_bring_the_fit_closer_on_others(kind: str) -> N
 
 def test_what_is_no_picture_is_fitted_to_once() -> None:
     given = calibration("pre-norm", get_variant("l1"))
-    inputs = Images(MultipleInputs((torch.zeros(400, 3, 12, 12),)))
+    inputs = Images(ModelInputs((torch.zeros(400, 3, 12, 12),)))
     given = replace(given, images=replace(given.images, images=inputs))
     assert Fit()._times(given, fit_points(given.student)) == 1
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.errors import InputError
-from attnrewrite.images.multiple_inputs import load_multiple_inputs
+from attnrewrite.images.model_inputs import load_model_inputs
 
 GENERATOR = torch.Generator().manual_seed(0)
 PICTURES = torch.randn(24, 3, 8, 8, generator=GENERATOR)
@@ -64,12 +64,12 @@ def test_an_iterable_and_a_file_hold_the_same(tmp_path: Path) -> None:
         tmp_path / "named.npz",
         str(tmp_path / "ordered.npz"),
     ]
-    found = [load_multiple_inputs(data, EXAMPLE, ("picture", "kept")) for data in given]
+    found = [load_model_inputs(data, EXAMPLE, ("picture", "kept")) for data in given]
     assert {(len(each), each.digest()) for each in found} == {(24, found[0].digest())}
 
 
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "one tensor": (PICTURES, {}, r"takes 2 inputs \(picture, kept\), and a Tensor holds one"),
+    "one tensor": (PICTURES, {}, r"takes 2 inputs \(picture, kept\), and what is given is one Tensor"),
     "single tensors": ([PICTURES], {}, "is no tuple of 2 tensors with a batch"),
     "a folder": (".", {}, "is no .npz with an array for each"),
     "a name that is missing": ([{"picture": PICTURES}], {}, "has no 'kept'"),
@@ -106,7 +106,7 @@ def test_a_file_without_an_input_names_it(tmp_path: Path) -> None:
 def test_a_number_alone_is_no_calibration_data(example: Any, kept: Any, message: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", picture=PICTURES.numpy(), kept=kept)
     with pytest.raises(InputError, match=message):
-        load_multiple_inputs(tmp_path / "x.npz", example, ("picture", "kept"))
+        load_model_inputs(tmp_path / "x.npz", example, ("picture", "kept"))
 
 
 def test_a_file_that_memory_does_not_hold_is_refused_by_its_head(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_file_that_memory_does_not_hold_is_refused_by_its_head(tmp_path: Path)
         for name in ("picture", "kept"):
             archive.writestr(f"{name}.npy", head.getvalue())
     with pytest.raises(InputError, match="GiB, and this machine has"):
-        load_multiple_inputs(tmp_path / "x.npz", EXAMPLE, ("picture", "kept"))
+        load_model_inputs(tmp_path / "x.npz", EXAMPLE, ("picture", "kept"))
 
 
 def test_numbers_that_are_none_or_lie_in_another_order_are_told_by_name(tmp_path: Path) -> None:
@@ -126,17 +126,42 @@ def test_numbers_that_are_none_or_lie_in_another_order_are_told_by_name(tmp_path
     for picture, message in ((broken.numpy(), "picture holds NaN"), (PICTURES.numpy().astype(">f4"), "save numbers")):
         np.savez(tmp_path / "x.npz", picture=picture, kept=kept)
         with pytest.raises(InputError, match=message):
-            load_multiple_inputs(tmp_path / "x.npz", EXAMPLE, ("picture", "kept"))
+            load_model_inputs(tmp_path / "x.npz", EXAMPLE, ("picture", "kept"))
 
 
 def test_a_path_that_cannot_be_used_is_told_in_one_line() -> None:
     with pytest.raises(InputError, match="cannot be used as a path"):
-        load_multiple_inputs("~nobody-of-that-name/x.npz", EXAMPLE, ("picture", "kept"))
+        load_model_inputs("~nobody-of-that-name/x.npz", EXAMPLE, ("picture", "kept"))
 
 
 def test_a_model_of_several_inputs_is_not_evaluated_on_pictures(converted: ar.Conversion) -> None:
     with pytest.raises(InputError, match=r"takes 2 inputs \(picture, kept\), and only models of pictures"):
         ar.evaluate(converted, PICTURES)
+
+
+class Frames(Prompted):
+    """[B, 3, T, 8, 8] -> [B, 5]: the mean of the frames' answers, with every token kept."""
+
+    def forward(self, clip: Tensor) -> Tensor:
+        frames = clip.transpose(1, 2).flatten(0, 1)
+        kept = torch.ones(frames.shape[0], 4, dtype=torch.bool)
+        return super().forward(frames, kept).unflatten(0, (-1, clip.shape[2])).mean(1)
+
+
+def test_one_input_that_is_no_picture_is_taken_as_it_is(tmp_path: Path) -> None:
+    clips = PICTURES.unflatten(0, (12, 2)).transpose(1, 2)
+    np.savez(tmp_path / "clips.npz", clip=clips.numpy())
+    given = [clips, clips.numpy(), [clips[:5], clips[5:]], [(clips,)], [{"clip": clips}], tmp_path / "clips.npz"]
+    found = [load_model_inputs(data, (clips[:2],), ("clip",)) for data in given]
+    assert {(len(each), each.digest()) for each in found} == {(12, found[0].digest())}
+    converted = ar.convert(Frames(), (clips[:2],), variant="taylor", calibration=clips)
+    copy, fit = converted.report["calibration"]["stages"]
+    assert fit["kl_after"] < copy["kl_before"]
+    told = r"takes one input, clip \[2, 3, 2, 8, 8\], and"
+    with pytest.raises(InputError, match=f"{told} only models of pictures are evaluated"):
+        ar.evaluate(converted, clips)
+    with pytest.raises(InputError, match=f"Frames {told} distillation moves and mixes pictures alone"):
+        ar.convert(Frames(), (clips[:2],), variant="taylor", calibration=clips, steps=3)
 
 
 class Worded(Prompted):

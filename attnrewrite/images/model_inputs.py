@@ -1,4 +1,4 @@
-"""Calibration data of a model with several inputs: one tensor for each of them, as the model takes it."""
+"""Calibration data of a model that takes no pictures, or more than them: a tensor for each input, as it takes it."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from attnrewrite.images.preprocessing import Preprocessing, Size
 
 
 @dataclass(frozen=True)
-class MultipleInputs:
+class ModelInputs:
     """A tensor [N, ...] for each of the model's inputs, in their order."""
 
     values: tuple[Tensor, ...]
@@ -30,9 +30,9 @@ class MultipleInputs:
     def size(self) -> None:
         return None
 
-    def __getitem__(self, indices: np.ndarray) -> "MultipleInputs":
+    def __getitem__(self, indices: np.ndarray) -> "ModelInputs":
         places = torch.from_numpy(indices)
-        return MultipleInputs(tuple(tensor[places] for tensor in self.values))
+        return ModelInputs(tuple(tensor[places] for tensor in self.values))
 
     def digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -44,7 +44,7 @@ class MultipleInputs:
     def check(self, preprocessing: Preprocessing | None, size: Size) -> None:
         """They were checked against the model's own inputs as they were loaded."""
 
-    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "tuple[MultipleInputs, np.ndarray]":
+    def decoded(self, preprocessing: Preprocessing | None, size: Size) -> "tuple[ModelInputs, np.ndarray]":
         return self, np.arange(len(self))
 
     def read(self, preprocessing: Preprocessing | None, size: Size) -> Tensor:
@@ -52,37 +52,47 @@ class MultipleInputs:
         return self.values[0]
 
 
-def load_multiple_inputs(data: Any, example: Sequence[Tensor], names: Sequence[str]) -> Images:
+def load_model_inputs(data: Any, example: Sequence[Tensor], names: Sequence[str]) -> Images:
     """The inputs of a model that takes `example`, called `names`.
 
     An `.npz` holds an array [N, ...] for each input, under its name, or without names in the model's order. An iterable
-    gives tuples (or mappings by name) of tensors with a batch [b, ...], as the model takes them.
+    gives tuples (or mappings by name) of tensors with a batch [b, ...], as the model takes them. One input may be a
+    tensor [N, ...] by itself.
 
     Raises:
         InputError: one is missing, or of another shape or type than the model takes; the message names it.
     """
-    listed = ", ".join(names)
+    told = f"the model takes {listed(names, example)}"
     if isinstance(data, str | Path):
         path = as_path(data)
         if path.suffix != ".npz" or not path.is_file():
             raise InputError(
-                f"the model takes {len(names)} inputs ({listed}), and {path} is no .npz with an array for each: "
+                f"{told}, and {path} is no .npz with an array for each: "
                 f"save them with numpy.savez(file, {_as_given(names)})"
             )
         arrays = _read(path, names)
+    elif isinstance(data, Tensor | np.ndarray) and len(names) == 1:
+        arrays = [torch.as_tensor(data).detach().cpu()]
     elif isinstance(data, Iterable) and not isinstance(data, Tensor | np.ndarray | Images):
         arrays = _joined(data, names)
     else:
+        kind = "a set of pictures" if isinstance(data, Images) else f"one {type(data).__name__}"
         raise InputError(
-            f"the model takes {len(names)} inputs ({listed}), and a {type(data).__name__} holds one: give an iterable "
-            "of tuples, or an .npz with an array for each"
+            f"{told}, and what is given is {kind}: give an iterable of tuples, or an .npz with an array for each"
         )
     values = tuple(_taken(name, array, like) for name, array, like in zip(names, arrays, example, strict=True))
     counts = {name: len(tensor) for name, tensor in zip(names, values, strict=True)}
     if len(set(counts.values())) > 1 or not len(values[0]):
-        told = ", ".join(f"{count} of {name}" for name, count in counts.items())
-        raise InputError(f"there must be as many of every input, and there are {told}")
-    return Images(MultipleInputs(values))
+        found = ", ".join(f"{count} of {name}" for name, count in counts.items())
+        raise InputError(f"there must be as many of every input, and there are {found}")
+    return Images(ModelInputs(values))
+
+
+def listed(names: Sequence[str], example: Sequence[Tensor]) -> str:
+    """The inputs of a model that takes `example`, in words."""
+    if len(names) == 1:
+        return f"one input, {names[0]} {list(example[0].shape)}"
+    return f"{len(names)} inputs ({', '.join(names)})"
 
 
 def _read(path: Path, names: Sequence[str]) -> list[Tensor]:
@@ -120,8 +130,8 @@ def _joined(data: Iterable[Any], names: Sequence[str]) -> list[Tensor]:
         given = list(item) if isinstance(item, tuple | list) else [item]
         if len(given) != len(names) or not all(isinstance(each, Tensor) and each.dim() for each in given):
             raise InputError(
-                f"the model takes {len(names)} inputs ({', '.join(names)}), and an item of the calibration data is no "
-                f"tuple of {len(names)} tensors with a batch"
+                f"an item of the calibration data is no tuple of {len(names)} tensors with a batch, for the model's "
+                f"inputs {', '.join(names)}"
             )
         parts.append(given)
     if not parts:
