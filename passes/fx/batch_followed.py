@@ -109,6 +109,8 @@ class _Followed(Symbolic):
             return image_axis
         if name in _PARTS:
             return self._part(node, source, image_axis)
+        if name == "index_select":
+            return self._selected(node, source, image_axis)
         if name not in _ORDERED:
             return None
         place = self._place(_old(source), image_axis, _old(node))
@@ -142,6 +144,31 @@ class _Followed(Symbolic):
         ends = [self._of_any(node, start, image_axis), _LAST if end >= length else self._of_any(node, end, image_axis)]
         node.args, node.kwargs = (source, axis, *ends), {}
         return image_axis
+
+    def _selected(self, node: Node, source: Node, image_axis: ImageAxis) -> ImageAxis:
+        """Let constant places along the axis of the images, the same in each of them, be those of any number of them."""
+        _, dim, index = node.args
+        inner = _old(source)[image_axis.axis] // self.images
+        if int(dim) % len(_old(source)) != image_axis.axis:  # type: ignore[arg-type]
+            return image_axis
+        assert isinstance(index, Node)
+        places = self._constant(node, index)
+        own, rest = divmod(len(places), self.images)
+        first = torch.arange(self.images).repeat_interleave(own) * inner
+        if rest or inner != image_axis.inner or bool((places - first != places[:own].repeat(self.images)).any()):
+            raise LostError("images-differ", f"reads {index.name}, which takes other parts of each image")
+        with node.graph.inserting_before(node):
+            one = node.graph.call_function(aten.slice.Tensor, (index, 0, 0, own))
+            counted = node.graph.call_function(aten.arange.default, (self.size,))
+            firsts = node.graph.call_function(aten.mul.Tensor, (counted, inner))
+            column = node.graph.call_function(aten.reshape.default, (firsts, [-1, 1]))
+            many = node.graph.call_function(aten.add.Tensor, (column, one))
+            row = node.graph.call_function(aten.reshape.default, (many, [-1]))
+        for made in (one, counted, firsts, column, many, row):
+            made.meta = {**index.meta}
+            self.value(made)
+        node.args = (source, dim, row)
+        return ImageAxis(image_axis.axis, own)
 
     def _of_any(self, node: Node, count: int, image_axis: ImageAxis) -> Node | int:
         """`count` elements of an axis, which are all images so many times, for as many images as there are."""

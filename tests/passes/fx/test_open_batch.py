@@ -115,6 +115,16 @@ class Indexed(Model):
         return self.head(x[torch.arange(b), torch.zeros(b, dtype=torch.int64)] + rows + pooled)
 
 
+class Picked(Model):
+    """Places along tokens and images in one axis, as pooling to one place is exported."""
+
+    def answer(self, x: Tensor) -> Tensor:
+        b = self.batch(x)
+        places = (torch.arange(b)[:, None] * TOKENS + torch.tensor([3, 0])).reshape(-1)
+        rows = x.index_select(1, torch.tensor([2, 1])).mean(1)
+        return self.head(x.reshape(b * TOKENS, WIDTH).index_select(0, places).view(b, 2, WIDTH)[:, 0] + rows)
+
+
 SPELLINGS: dict[str, type[Model]] = {
     "a class token expanded, a view": Model,
     "heads folded into the batch": Folded,
@@ -123,6 +133,7 @@ SPELLINGS: dict[str, type[Model]] = {
     "windows": Windowed,
     "stacked along the images": Stacked,
     "indexed and written": Indexed,
+    "places in all images": Picked,
 }
 
 
@@ -192,6 +203,9 @@ REFUSED: dict[str, tuple[type[Model], int | None, str, str]] = {
     "a mean over images": (answering(lambda m, x: x - x.mean(0)), 4, "batch-dropped", "mean"),
     "a softmax over images": (answering(lambda m, x: x.softmax(0)), 4, "images-mixed", "beside others"),
     "images one by one": (answering(lambda m, x: torch.stack(x.unbind(0))), 4, "batch-settled", "unbind"),
+    "other tokens of each image": (
+        answering(lambda m, x: m.head(x.reshape(20, 8).index_select(0, torch.tensor([0, 6, 11, 15])))),
+        4, "images-differ", "takes other parts of each image"),
     "a map of four images": (answering(lambda m, x: m.mixing @ x.flatten(1)), 4, "images-differ", "matmul"),
     "four answers for one image": (answering(lambda m, x: x + m.own), 1, "batch-refused", "add"),
     "a number for each image": (answering(lambda m, x: x + m.own), 4, "images-differ", "add"),
