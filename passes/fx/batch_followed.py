@@ -146,7 +146,7 @@ class _Followed(Symbolic):
         return image_axis
 
     def _selected(self, node: Node, source: Node, image_axis: ImageAxis) -> ImageAxis:
-        """Let constant places along the axis of the images, the same in each of them, be those of any number of them."""
+        """Let constant places along the axis of the images, the same in each, be those of any number of images."""
         _, dim, index = node.args
         inner = _old(source)[image_axis.axis] // self.images
         if int(dim) % len(_old(source)) != image_axis.axis:  # type: ignore[arg-type]
