@@ -17,30 +17,70 @@ SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solv
 
 _MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
 _MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
-_NORM = "batch_norm"
+_NORMS = {
+    "batch_norm": ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on the way from a linear map to the stream; `carried` is the operand that comes from the map."""
+    """One operation on the way from a linear map to the stream; `carried` is the operand that comes from the map.
+
+    It moves and scales. A normalisation scales and shifts by what it has stored, or, of a layer, by what it measures of
+    each token as it is now: to first order that is what a change of the token makes, but for its own length.
+    """
 
     node: Node
     carried: Node
 
+    @property
+    def operands(self) -> set[Node]:
+        """The nodes whose values `apply` reads, beside what it is given."""
+        own = {operand for operand in self.node.all_input_nodes if operand is not self.carried}
+        return own | {self.carried} if _operation(self.node) == "layer_norm" else own
+
+    @property
+    def shifts(self) -> bool:
+        return _operation(self.node) in _NORMS
+
     def apply(self, moved: Tensor, values: Values) -> Tensor:
         """What the operation makes of a change of what it carries."""
+        if self.shifts:
+            return moved * self._scale_and_shift(values)[0]
+        return self._run(moved, values)
 
+    def apply_whole(self, moved: Tensor, values: Values) -> Tensor:
+        """What it makes of a value itself."""
+        if self.shifts:
+            scale, shift = self._scale_and_shift(values)
+            return moved * scale + shift
+        return self._run(moved, values)
+
+    def _run(self, moved: Tensor, values: Values) -> Tensor:
+        args, kwargs = self._arguments({**values, self.carried: moved})
+        target: Any = self.node.target
+        return target(*args, **kwargs)
+
+    def _arguments(self, values: Values) -> Any:
         def value(argument: Any) -> Any:
-            if argument is self.carried:
-                return moved
             return values[argument] if isinstance(argument, Node) else argument
 
-        target: Any = self.node.target
-        args: Any = map_aggregate(self.node.args, value)
-        if _operation(self.node) == _NORM:  # what is subtracted and added is no part of a change
-            given, weight, _, mean, *rest = args
-            args = (given, weight, None, torch.zeros_like(mean), *rest)
-        return target(*args, **map_aggregate(self.node.kwargs, value))
+        return map_aggregate(self.node.args, value), map_aggregate(self.node.kwargs, value)
+
+    @torch.no_grad()
+    def _scale_and_shift(self, values: Values) -> tuple[Tensor, Tensor]:
+        args, kwargs = self._arguments({self.carried: None, **values})
+        kind = _operation(self.node)
+        given = {"weight": None, "bias": None, "eps": 1e-5} | dict(zip(_NORMS[kind], args, strict=False)) | kwargs
+        if kind == "layer_norm":
+            variance, mean = torch.var_mean(given["input"], -1, correction=0, keepdim=True)
+        else:
+            channels = (-1, *[1] * (len(_shape(self.node)) - 2))  # of [B, C, ...]
+            given |= {name: part.reshape(channels) for name, part in given.items() if isinstance(part, Tensor)}
+            variance, mean = given["running_var"], given["running_mean"]
+        scale = (variance + given["eps"]).rsqrt() * (1.0 if given["weight"] is None else given["weight"])
+        return scale, (0.0 if given["bias"] is None else given["bias"]) - mean * scale
 
 
 @dataclass(frozen=True)
@@ -64,9 +104,7 @@ class Branch:
     @property
     def operands(self) -> frozenset[Node]:
         """The nodes whose values the path reads, beside what it carries."""
-        return frozenset(
-            operand for step in self.path for operand in step.node.all_input_nodes if operand is not step.carried
-        )
+        return frozenset(operand for step in self.path for operand in step.operands)
 
     @property
     def reads(self) -> frozenset[Node | Attended]:
@@ -112,8 +150,8 @@ class Branch:
         row reaches it.
         """
         ones = torch.ones_like(self.outputs(values[self.node]))
-        moved = self._move(rows.reshape(*ones.shape[:-1], 1) * ones, values)
-        gain = self._move(ones, values)
+        moved = self.change_of_stream(rows.reshape(*ones.shape[:-1], 1) * ones, values)
+        gain = self.change_of_stream(ones, values)
         return torch.where(gain == 0, gain, moved / gain)
 
     @torch.no_grad()
@@ -136,7 +174,7 @@ class Branch:
         """
         with torch.enable_grad():
             ones = rows.new_ones(*rows.shape, self.weight.shape[0]).requires_grad_()
-            moved = self._move(ones, values)
+            moved = self.change_of_stream(ones, values)
             (back,) = torch.autograd.grad(moved, ones, residual, retain_graph=True)
             (gain,) = torch.autograd.grad(moved, ones, moved.detach())
         return back / gain.clamp(min=torch.finfo(gain.dtype).tiny), gain.amax(-1) > 0
@@ -161,14 +199,29 @@ class Branch:
 
         return restore
 
-    def _move(self, y: Tensor, values: Values) -> Tensor:
-        if self.site is not None:
-            assert isinstance(self.site.output, ProjectedWrite)
-            y = write(y.unsqueeze(1), self.site.output.layout)
-        y = y.movedim(-1, self.axis)
+    @torch.no_grad()
+    def shift(self, rows: Tensor, values: Values) -> Tensor | float:
+        """What the path adds to the stream whatever the map gives; `rows` is a tensor [...] of as many tokens."""
+        if not any(step.shifts for step in self.path):
+            return 0.0
+        y = self._laid_out(rows.new_zeros(*rows.shape, self.weight.shape[0]))
+        for step in self.path:
+            y = step.apply_whole(y, values)
+        return y
+
+    def change_of_stream(self, y: Tensor, values: Values) -> Tensor:
+        """What a change of y [..., outputs] makes in the stream."""
+        y = self._laid_out(y)
         for step in self.path:
             y = step.apply(y, values)
         return y
+
+    def _laid_out(self, y: Tensor) -> Tensor:
+        """y [..., outputs] as the graph has it at `node`."""
+        if self.site is not None:
+            assert isinstance(self.site.output, ProjectedWrite)
+            y = write(y.unsqueeze(1), self.site.output.layout)
+        return y.movedim(-1, self.axis)
 
 
 def branches(module: GraphModule) -> Iterator[Branch]:
@@ -238,12 +291,19 @@ def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], No
                 break
             return tuple(path), following, operands[0]
         first, settled = following.args[0] is current, not any(operand in varying for operand in operands)
-        scales = kind == "mul" or (kind == _NORM and first and not following.args[5])
+        scales = kind == "mul" or (first and _is_settled_norm(following))
         if not ((scales and settled) or (kind in _MOVES and first)):
             break
         path.append(Step(following, current))
         current = following
     return (), node, None
+
+
+def _is_settled_norm(node: Node) -> bool:
+    """Whether a normalisation's scales are stored, or are of each token [..., C] by itself."""
+    if _operation(node) == "layer_norm":
+        return len(node.args[1]) == 1  # type: ignore[arg-type]
+    return _operation(node) == "batch_norm" and not node.args[5]
 
 
 def _reader(node: Node) -> Node | None:

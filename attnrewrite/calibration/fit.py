@@ -204,7 +204,7 @@ def _sample(point: Point, wanted: Tensor, values: Values, counts: Tensor | None,
         heads = read(wanted, site.output.layout).transpose(1, 2).flatten(2)
         return descent.sampled(site, tensors, heads, heads.new_ones(heads.shape[:2]), images)
     rows = branch.by_token(counts)
-    added = wanted if branch.beside is None else wanted - values[branch.beside]
+    added = wanted if branch.beside is None else wanted - values[branch.beside] - branch.shift(rows, values)
     target, reaches = branch.targets(rows, added, values)
     return descent.sampled(site, tensors, target, rows.pow(descent.FLATTENED) * reaches, images)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fits import KINDS, WIDTH, Attention, Model, calibration, error_on_others, pictures
+from fits import KINDS, NORMED, WIDTH, Attention, Model, calibration, error_on_others, pictures
 from torch import Tensor, nn
 
 from attnrewrite.calibration import descent, fit
@@ -15,6 +15,7 @@ from attnrewrite.calibration.descent import NO_CLOSER
 from attnrewrite.calibration.distill import Distillation
 from attnrewrite.calibration.fit import Fit, _back_off, teacher_heads
 from attnrewrite.calibration.points import fit_points
+from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.reconstruct import Reconstruction
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import Distance, Stage, StageInput, distance
@@ -47,6 +48,33 @@ def test_every_residual_branch_is_found_and_its_map_recovered(kind: str) -> None
     given = replace(given, images=Pool(pictures(64), None, (3, 12, 12), 16))
     Fit(forms=False, ridge=1e-12).run(given)
     assert distance(given).error < 1e-8
+
+
+def test_behind_a_layer_normalisation_a_small_change_is_taken_back_but_for_what_it_does_to_lengths() -> None:
+    given = calibration(NORMED, get_variant("softmax"))
+    found = list(branches(given.student))
+    assert [branch.site is not None for branch in found] == [True, False, True, False]
+    assert all(branch.stream is not branch.node for branch in found)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for branch in found:
+            branch.weight.add_(torch.randn(branch.weight.shape, generator=generator) * 1e-3)
+    before = distance(given).error
+    Fit(forms=False, ridge=1e-12).run(replace(given, images=Pool(pictures(64), None, (3, 12, 12), 16)))
+    assert distance(given).error < 0.03 * before
+
+
+@pytest.mark.parametrize("kind", [*KINDS, NORMED])
+def test_what_a_map_gives_and_the_shift_of_its_path_are_what_its_branch_adds(kind: str) -> None:
+    given = calibration(kind, get_variant("l1"))
+    for branch in branches(given.student):
+        assert branch.beside is not None
+        needs = {branch.node, branch.beside, branch.stream, *branch.operands}
+        with Segments(given.student, given.images, Processes()) as student:
+            _, values = next(student.run(student.order[branch.stream] + 1, needs))
+        y = branch.outputs(values[branch.node])
+        added = branch.change_of_stream(y, values) + branch.shift(y[..., 0], values)
+        torch.testing.assert_close(added, values[branch.stream] - values[branch.beside], rtol=1e-4, atol=1e-4)
 
 
 class Contexts(nn.Module):

@@ -57,7 +57,7 @@ def test_what_a_row_counts_lies_where_its_change_gets_to(kind: str) -> None:
 def moved_by(branch: Any, values: Any, rows: Tensor) -> Tensor:
     """How the stream changes when rows of the branch's map do, found by changing them."""
     ones = torch.ones_like(branch.outputs(values[branch.node]))
-    return branch._move(rows.reshape(*ones.shape[:-1], 1) * ones, values)
+    return branch.change_of_stream(rows.reshape(*ones.shape[:-1], 1) * ones, values)
 
 
 class Tied(nn.Module):

@@ -49,7 +49,7 @@ class ConvMlp(nn.Sequential):
 
 
 class Block(nn.Module):
-    """One block in six arrangements; each has two branches that end in a linear map."""
+    """One block in seven arrangements; each has two branches that end in a linear map."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -70,6 +70,9 @@ class Block(nn.Module):
         if self.kind == "normalised":
             x = x + self._normalised(self.attention(self.first(x)))
             return x + self._normalised(self.mlp(self.second(x)))
+        if self.kind == NORMED:
+            x = x + self.first(self.attention(x))
+            return x + self.second(self.mlp(x))
         if self.kind == "windows":
             x = x + self._windows(self.first(x))
             return x + self.mlp(self.second(x))
@@ -101,6 +104,7 @@ class Model(nn.Module):
 
 
 KINDS = ("post-norm", "pre-norm", "parallel", "windows", "convolutions", "normalised")
+NORMED = "res-post-norm"  # whose branches end in a layer normalisation: to first order, linear maps
 
 
 def pictures(count: int = 96) -> Images:
