@@ -1,7 +1,7 @@
 """The linear maps that end a network's residual branches, and how what they give gets into the stream."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solv
 
 _MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
 _MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
+_REGROUPS = {"flatten", "view", "_unsafe_view", "reshape"}
 _NORMS = {
     "batch_norm": ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
@@ -84,12 +85,26 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """A batch normalisation behind a map that has no bias: its own stands for that, `gain` times as large."""
+
+    weight: Tensor
+    variance: Tensor
+    epsilon: float
+
+    @property
+    def gain(self) -> Tensor:
+        """What a bias of the map would be multiplied with [outputs]."""
+        return (self.variance + self.epsilon).rsqrt() * self.weight.detach()
+
+
+@dataclass(frozen=True)
 class Branch:
     """y = x W^T + b at `node`, moved and scaled along `path`, then added to the stream at `stream`.
 
     `axis` is the one that the map works on: the last of tokens, the first after the batch where a convolution of one
     pixel is the map. `beside` is what it is added to; where nothing adds (no residual connection), that is None, and
-    `stream` is `node` itself.
+    `stream` is `node` itself. `norm`: whose bias `bias` is, where it is not the map's.
     """
 
     node: Node
@@ -100,6 +115,7 @@ class Branch:
     bias: Tensor | None
     site: SiteModule | None
     axis: int = -1
+    norm: Norm | None = None
 
     @property
     def operands(self) -> frozenset[Node]:
@@ -185,7 +201,8 @@ class Branch:
         inputs = self.weight.shape[1]
         self.weight.add_(delta[:inputs].T.to(self.weight).reshape(self.weight.shape))
         if self.bias is not None:
-            self.bias.add_(delta[inputs].to(self.bias))
+            change = delta[inputs].to(self.bias)
+            self.bias.add_(change if self.norm is None else change * self.norm.gain)
 
     def saved(self) -> Callable[[], None]:
         """What puts the map back to how it is now."""
@@ -236,12 +253,38 @@ def branches(module: GraphModule) -> Iterator[Branch]:
         site = rewritten_site(module, node)
         begun = begun or site is not None
         if site is not None and isinstance(site.output, ProjectedWrite):
-            yield Branch(node, *_way_to_stream(node, varying), site.output.weight, site.output.bias, site)
+            own = site.output
+            yield _with_bias(Branch(node, *_way_to_stream(node, varying), own.weight, own.bias, site), module)
         elif begun and (tensors := _map_parameters(module, node)):
             path, stream, beside = _way_to_stream(node, varying)
             if beside is not None:
                 axis = -1 if _operation(node) == "linear" else 1
-                yield Branch(node, path, stream, beside, *tensors, None, axis)
+                yield _with_bias(Branch(node, path, stream, beside, *tensors, None, axis), module)
+
+
+def _with_bias(branch: Branch, module: GraphModule) -> Branch:
+    """The branch with the bias of the batch normalisation behind it, where it has none and nothing else reads that."""
+    behind = _norm_behind(branch) if branch.bias is None else None
+    parts = () if behind is None else behind.args[1:5]
+    stored = [part for part in parts if isinstance(part, Node) and part.op == "get_attr"]
+    if behind is None or len(stored) < 4 or len(stored[1].users) > 1:
+        return branch
+    weight, bias, _, variance = (attrgetter(str(part.target))(module) for part in stored)
+    norm = Norm(weight, variance, float(behind.args[7]))  # type: ignore[arg-type]
+    return replace(branch, bias=bias, norm=norm) if isinstance(bias, nn.Parameter) else branch
+
+
+def _norm_behind(branch: Branch) -> Node | None:
+    """The batch normalisation that the map's outputs get to as they are, along the axis that it is over: 1."""
+    outputs = str(branch.weight.shape[0])
+    for step in branch.path:
+        given = _shape(step.carried)
+        if _operation(step.node) == "batch_norm":
+            return step.node if branch.axis == 1 or (len(given) == 2 and given[1] == outputs) else None
+        regroups = _operation(step.node) in _REGROUPS and given[-1:] == _shape(step.node)[-1:] == (outputs,)
+        if branch.axis == 1 or not regroups:
+            return None
+    return None
 
 
 def _varying(module: GraphModule) -> set[Node]:

@@ -57,9 +57,12 @@ class Block(nn.Module):
         self.attention, self.mlp = Attention(), ConvMlp() if kind == "convolutions" else Mlp()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.scale = nn.Parameter(torch.linspace(0.2, 2.0, WIDTH))
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.norm.weight.data, self.norm.bias.data = torch.linspace(0.2, 2.0, WIDTH), torch.linspace(-0.2, 0.2, WIDTH)
-        self.norm.running_mean, self.norm.running_var = torch.linspace(0.2, -0.2, WIDTH), torch.linspace(0.5, 2, WIDTH)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH) for _ in range(2)])
+        if kind == "normalised":
+            self.mlp[2] = nn.Linear(2 * WIDTH, WIDTH, bias=False)  # the normalisation has one
+        for norm in self.norms:
+            norm.weight.data, norm.bias.data = torch.linspace(0.2, 2.0, WIDTH), torch.linspace(-0.2, 0.2, WIDTH)
+            norm.running_mean, norm.running_var = torch.linspace(0.2, -0.2, WIDTH), torch.linspace(0.5, 2, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "post-norm":
@@ -68,8 +71,8 @@ class Block(nn.Module):
         if self.kind == "parallel":
             return x + self.attention(self.first(x)) + self.mlp(self.second(x))
         if self.kind == "normalised":
-            x = x + self._normalised(self.attention(self.first(x)))
-            return x + self._normalised(self.mlp(self.second(x)))
+            x = x + self.norms[0](self.attention(self.first(x)).flatten(0, 1)).reshape_as(x)
+            return x + self.norms[1](self.mlp(self.second(x)).flatten(0, 1)).reshape_as(x)
         if self.kind == NORMED:
             x = x + self.first(self.attention(x))
             return x + self.second(self.mlp(x))
@@ -78,9 +81,6 @@ class Block(nn.Module):
             return x + self.mlp(self.second(x))
         x = x + self.scale * self.attention(self.first(x))
         return x + self.mlp(self.second(x)) * self.scale
-
-    def _normalised(self, x: Tensor) -> Tensor:
-        return self.norm(x.flatten(0, 1)).reshape_as(x)
 
     def _windows(self, x: Tensor) -> Tensor:
         """Attention in rolled 4x4 windows of the 6x6 grid padded to 8x8."""
