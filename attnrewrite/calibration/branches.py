@@ -1,7 +1,8 @@
 """The linear maps that end a network's residual branches, and how what they give gets into the stream."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +18,7 @@ SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solv
 
 _MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
 _MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
+_VIEWS = {"permute", "transpose", "t", "view", "reshape", "alias"}
 _REGROUPS = {"flatten", "view", "_unsafe_view", "reshape"}
 _NORMS = {
     "batch_norm": ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
@@ -125,8 +127,7 @@ class Branch:
     @property
     def reads(self) -> frozenset[Node | Attended]:
         """Whose values `samples` reads."""
-        inputs = {self.input} if self.site is not None else set(self.node.all_input_nodes)
-        return self.operands | inputs
+        return self.operands | {self.input}
 
     @property
     def input(self) -> Node | Attended:
@@ -297,18 +298,47 @@ def _varying(module: GraphModule) -> set[Node]:
 
 
 def _map_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None] | None:
-    """The weight and bias of a linear node, where they are parameters that nothing else reads."""
+    """The weight and bias of a linear node: parameters that nothing else reads, or views of them made right before it,
+    as of ONNX's [inputs, outputs], so that no cut lies between.
+    """
     if _operation(node) not in {"linear", "conv2d"}:
         return None
-    parameters = [argument for argument in node.args[1:3] if argument is not None]
-    if not all(isinstance(p, Node) and p.op == "get_attr" and len(p.users) == 1 for p in parameters):
-        return None
-    tensors = [attrgetter(str(parameter.target))(module) for parameter in parameters]  # type: ignore[union-attr]
-    if not all(isinstance(tensor, nn.Parameter) for tensor in tensors):  # made of what a file stores otherwise
+    views = set(takewhile(_is_view, _backwards(node.prev)))
+    found = [_parameter(module, argument, views) for argument in node.args[1:3] if argument is not None]
+    tensors = [tensor for tensor in found if tensor is not None]
+    if len(tensors) < len(found):  # made of what a file stores otherwise
         return None
     if _operation(node) == "conv2d" and not _one_pixel(node, tensors[0]):
         return None
     return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+
+def _parameter(module: GraphModule, node: object, views: Collection[Node]) -> Tensor | None:
+    """The parameter that a node reads, by way of `views`, where nothing else reads it."""
+    if not isinstance(node, Node) or len(node.users) != 1:
+        return None
+    if node.op == "get_attr":
+        stored = attrgetter(str(node.target))(module)
+        return stored if isinstance(stored, nn.Parameter) else None
+    whole = _parameter(module, node.args[0], views) if node in views else None
+    target: Any = node.target
+    return None if whole is None else _view(whole, target(whole.detach(), *node.args[1:]))
+
+
+def _view(whole: Tensor, made: Tensor) -> Tensor | None:
+    """What was made of a tensor, where it is all of it and no copy."""
+    same = made.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and made.numel() == whole.numel()
+    return made if same else None
+
+
+def _is_view(node: Node) -> bool:
+    return _operation(node) in _VIEWS and len(node.all_input_nodes) == 1 and not node.kwargs
+
+
+def _backwards(node: Node) -> Iterator[Node]:
+    while node.op != "root":
+        yield node
+        node = node.prev
 
 
 def _one_pixel(node: Node, weight: Tensor) -> bool:

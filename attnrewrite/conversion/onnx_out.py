@@ -1,4 +1,4 @@
-"""A converted model as ONNX: the file that it was read from, with only its sites changed, checked before it counts."""
+"""A converted model as ONNX: the file that it was read from, with its sites and fitted maps changed, and checked."""
 
 import re
 from pathlib import Path

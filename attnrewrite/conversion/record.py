@@ -104,7 +104,7 @@ class Conversion:
             logging.getLogger("attnrewrite").warning("no %s: %s", PAGE_FILE, missing)
 
     def _write_onnx(self, source: Path, folder: Path) -> None:
-        """Write model.onnx: the file that the model was read from, with only the sites changed."""
+        """Write model.onnx: the file that the model was read from, with only its sites and fitted maps changed."""
         from attnrewrite.conversion.onnx_out import write_file
 
         assert self.origin is not None

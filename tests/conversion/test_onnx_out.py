@@ -95,6 +95,34 @@ def test_a_file_is_converted_and_calibrated(file: Path, tmp_path: Path) -> None:
     assert [site.n_queries for site in again.sites] == [16]
 
 
+class Block(nn.Module):
+    """Attention with an MLP behind it, whose maps ONNX stores as [inputs, outputs]: [B, 3, 16, 16] -> [B, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.output = nn.Conv2d(3, 32, 4, 4), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.wide, self.narrow, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        query, key, value = self.mix(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = (query @ key.transpose(2, 3) / 4).softmax(-1) @ value
+        x = x + self.output(attended.transpose(1, 2).flatten(2))
+        x = x + self.narrow(torch.relu(self.wide(x)))
+        return self.head(x.mean(1))
+
+
+def test_maps_of_a_file_are_fitted_and_written(tmp_path: Path) -> None:
+    images = torch.rand(64, *IMAGE[1:])
+    torch.manual_seed(0)
+    torch.onnx.export(Block().eval(), (images[:1],), tmp_path / "block.onnx", dynamo=False)
+    done = ar.convert(tmp_path / "block.onnx", variant="l1", calibration=[images])
+    assert len(done.plan.parameters) == 2  # the weight and bias of the MLP's last layer
+    after = ir.load(done.save(tmp_path / "out") / "model.onnx")
+    with torch.no_grad():
+        np.testing.assert_allclose(run(after, images[:1].numpy())[0], done.module(images[:1]), rtol=1e-4, atol=1e-5)
+
+
 class Pixels(nn.Module):
     """A transformer that takes bytes, channels last, and normalises them itself: [B, 16, 16, 3] -> [B, 5]."""
 
