@@ -18,7 +18,6 @@ SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solv
 
 _MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
 _MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
-_VIEWS = {"permute", "transpose", "t", "view", "reshape", "alias"}
 _REGROUPS = {"flatten", "view", "_unsafe_view", "reshape"}
 _NORMS = {
     "batch_norm": ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
@@ -303,7 +302,7 @@ def _map_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | N
     """
     if _operation(node) not in {"linear", "conv2d"}:
         return None
-    views = set(takewhile(_is_view, _backwards(node.prev)))
+    views = set(takewhile(_moves_alone, _backwards(node.prev)))
     found = [_parameter(module, argument, views) for argument in node.args[1:3] if argument is not None]
     tensors = [tensor for tensor in found if tensor is not None]
     if len(tensors) < len(found):  # made of what a file stores otherwise
@@ -331,8 +330,9 @@ def _view(whole: Tensor, made: Tensor) -> Tensor | None:
     return made if same else None
 
 
-def _is_view(node: Node) -> bool:
-    return _operation(node) in _VIEWS and len(node.all_input_nodes) == 1 and not node.kwargs
+def _moves_alone(node: Node) -> bool:
+    """Whether one value alone is moved; where that makes a copy, `_view` says so."""
+    return _operation(node) in _MOVES and len(node.all_input_nodes) == 1 and not node.kwargs
 
 
 def _backwards(node: Node) -> Iterator[Node]:

@@ -113,8 +113,8 @@ class Block(nn.Module):
 
 
 def test_maps_of_a_file_are_fitted_and_written(tmp_path: Path) -> None:
-    images = torch.rand(64, *IMAGE[1:])
     torch.manual_seed(0)
+    images = torch.rand(64, *IMAGE[1:])
     torch.onnx.export(Block().eval(), (images[:1],), tmp_path / "block.onnx", dynamo=False)
     done = ar.convert(tmp_path / "block.onnx", variant="l1", calibration=[images])
     assert len(done.plan.parameters) == 2  # the weight and bias of the MLP's last layer
