@@ -101,22 +101,6 @@ def compared_values(identity: GraphModule, scan: Scan) -> frozenset[str]:
     return frozenset(read | {written_value(site) for site in scan.sites if site.id in sites})
 
 
-def identity_errors(
-    original: GraphModule, identity: GraphModule, scan: Scan, draws: Sequence[Draw]
-) -> dict[str, float]:
-    """The largest error of each site on any of `draws`.
-
-    Raises:
-        CheckFailedError: a site is off by more than IDENTITY_TOLERANCE: the extraction is wrong.
-    """
-    recording = Recording(original, compared_values(identity, scan))
-    found = site_errors(original, identity, scan, [Run.of(recording, draw) for draw in draws])
-    for site, each in found.items():
-        if each.fault is not None:
-            raise CheckFailedError(each.fault, site=site)
-    return {site: each.error for site, each in found.items()}
-
-
 @torch.no_grad()
 def site_errors(
     original: GraphModule,

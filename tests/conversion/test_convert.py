@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from head_loops import HEADS, JOINED, TOKENS, WIDTH, Loop
+from identity import identity_errors
 from tiny_vits import INPUTS, encoder
 from torch import Tensor, nn
 
@@ -13,7 +14,6 @@ import attnrewrite as ar
 from attnrewrite.conversion.convert import final_plan
 from attnrewrite.errors import CheckFailedError, InputError, NothingMatchedError
 from attnrewrite.passes.draws import drawn
-from attnrewrite.passes.verify import identity_errors
 
 
 def test_a_copy_keeps_the_parameters_and_reports_every_site() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from identity import identity_errors
 from tiny_vits import INPUTS, encoder
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -15,7 +16,7 @@ from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.capture import capture
 from attnrewrite.passes.draws import drawn
 from attnrewrite.passes.fx.rewrite import FxRewrite
-from attnrewrite.passes.verify import float64_errors, identity_errors, relative_error
+from attnrewrite.passes.verify import float64_errors, relative_error
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.plan import Placement, Plan

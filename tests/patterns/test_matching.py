@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from identity import identity_errors
 from spellings import (
     DIM,
     HEADS,
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from attnrewrite.frontends.capture import Captured, capture
 from attnrewrite.passes.draws import drawn
 from attnrewrite.passes.fx.rewrite import FxRewrite
-from attnrewrite.passes.verify import identity_errors, relative_error
+from attnrewrite.passes.verify import relative_error
 from attnrewrite.passes.wide import Wide
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
