@@ -42,8 +42,7 @@ def require_room(execution: Execution, device: str = "cpu") -> None:
 def sized(
     pool: Pool, what: str, call: Callable[..., Any], execution: Execution, device: str = "cpu", reserved: int = 0
 ) -> Pool:
-    """`pool` in batches that `call` has room for beside `reserved` bytes: a power of two, so that a run on the same
-    machine has the same ones. Its first image alone is put through `call`, and what that takes is measured.
+    """`pool` in batches that `call` has room for beside `reserved` bytes: a power of two. Its first image alone is put through `call`, and what that takes is measured.
 
     Raises:
         InputError: there is no room for a single image; the message says how much there must be.
@@ -58,7 +57,12 @@ def sized(
             f"{format_bytes(for_one - left)} more than there is within the budget: give a larger --memory, or a "
             "smaller --input-size"
         )
-    return replace(pool, batch_size=min(pool.batch_size, 1 << (images.bit_length() - 1)))
+    return replace(pool, batch_size=min(pool.batch_size, power_of_two(images)))
+
+
+def power_of_two(most: int) -> int:
+    """The largest that is at most `most`, or 1: batches of such sizes make up larger ones, whatever there is room for."""
+    return 1 << (max(1, most).bit_length() - 1)
 
 
 def has_room_for(

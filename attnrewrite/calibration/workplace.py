@@ -11,7 +11,7 @@ from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.cuts import Cuts
 from attnrewrite.calibration.importance import DRAWS, Blocks, Importance, importance
 from attnrewrite.calibration.points import Point
-from attnrewrite.calibration.room import has_room_for, room, sized
+from attnrewrite.calibration.room import has_room_for, power_of_two, room, sized
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput
 from attnrewrite.calibration.store import InMemory, OnDisk, Store, require_disk
@@ -23,8 +23,8 @@ CHOOSING_SHARE = 5  # one image in five chooses among ridges, and is fitted to w
 LEAST_CHOOSING = 16  # where there are so many
 FEW_PIECES = (1, 2, 4)  # to differentiate in, where there is room: all but the last go forwards twice,
 ENOUGH = 8  # for so many images at once: fewer take longer
-STREAM_AT_ONCE = 5 * 2**20  # bytes of a batch's stream on a processor: where an MLP's, four times as many, are more
-# than 32 MiB, they come from the system, page by page, at every operation
+STREAM_AT_ONCE = 2**23  # bytes of a batch's stream on a processor: where an MLP's, four times as many, are more than
+# 32 MiB, they come from the system, page by page, at every operation
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Workplace:
         pool, device = _divided(given.images, asked.times, asked.choosing_times), given.processes.device
         widest = _widest(given.student, points)
         if device == "cpu" and not pool.filled:
-            pool = replace(pool, batch_size=min(pool.batch_size, max(1, STREAM_AT_ONCE // max(1, widest))))
+            pool = replace(pool, batch_size=min(pool.batch_size, power_of_two(STREAM_AT_ONCE // max(1, widest))))
         stream = len(pool.images) * widest
         mine = asked.streams * stream // given.processes.size
         on_disk = mine > room(given.execution, device) // 2

@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attnrewrite.calibration.processes import Processes, joined_processes
-from attnrewrite.calibration.room import require_room
+from attnrewrite.calibration.room import power_of_two, require_room
 from attnrewrite.calibration.stages import HELD_OUT_SHARE
 from attnrewrite.conversion.proof import Proof, prove
 from attnrewrite.conversion.record import Conversion
@@ -175,7 +175,7 @@ def calibration_images(source: Source, request: Calibration, seed: int) -> Image
 
 def _pool(images: Images, source: Source, captured: Captured) -> Pool:
     """The images in batches that the graph takes."""
-    size = captured.fixed_batch or min(MOST_IN_BATCH, len(images))
+    size = captured.fixed_batch or min(MOST_IN_BATCH, power_of_two(len(images)))
     return Pool(images, source.preprocessing, image_size_of(source), size, filled=captured.fixed_batch is not None)
 
 
