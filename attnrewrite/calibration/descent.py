@@ -174,14 +174,15 @@ def _times(images: int, tokens: int) -> float:
 
 
 def searched(site: SiteModule) -> list[nn.Parameter]:
-    """The weights that a search changes: none, where any part of the form keeps softmax's scores; no linear map of a
-    form's result, either.
+    """The weights that a search changes: those of the roles that all parts of the form name, and the form's own; no
+    linear map of a form's result.
     """
     forms = [part for part in site.form.modules() if isinstance(part, Form)]
-    if any(form.keeps_scores for form in forms):
+    roles = [role for role in ROLES if all(role in form.searched for form in forms)]
+    if not roles:
         return []
     closed = {own for form in forms for name in form.maps_after for own in form.get_submodule(name).parameters()}
-    parts = (site.query, site.key, site.value, site.form)
+    parts = *(getattr(site, role) for role in roles), site.form
     return [parameter for part in parts for parameter in part.parameters() if parameter not in closed]
 
 

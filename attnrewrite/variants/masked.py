@@ -27,6 +27,7 @@ from attnrewrite.variants.parts.tensors import (
 HeadChoice = Literal["all", "paper-search", "error"]
 SMALLEST = 3  # the side of a square of neighbours
 DEFAULT = 5  # the larger of the paper's two, which no grid is too small for
+FEW_TOKENS = 400  # of a grid are trained by way of all their scores
 
 
 class HardMask(nn.Module):
@@ -85,11 +86,41 @@ class HardMask(nn.Module):
             seen = seen + bias[..., self.prefix :, : self.prefix]
         return torch.cat([scores, seen], dim=3)
 
+    def counted(self) -> Tensor:
+        """[N, N]: 1 where a score counts: between neighbours, and to and from the prefix; else 0."""
+        every = self.prefix + self.near.tokens
+        counted = torch.ones(every, every)
+        counted[self.prefix :, self.prefix :] = self.near.dense()
+        return counted
+
+    def shifted(self) -> "HardMask":
+        """The same by way of shifts."""
+        return self
+
     def locality(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
         """The attention locality score of every image and head, [B, H] (equation 3)."""
         weights, rest = self.weights(query, key, bias)
         seen = self.inside.sum(1).to(rest.dtype) + self.prefix
         return (weights.sum(3) + rest.squeeze(3) * seen / key.shape[2]).mean(2)
+
+
+class DenseMask(HardMask):
+    """The same in O(N^2), by way of all scores: where tokens are few, a step of descent takes a quarter of the time."""
+
+    seen: Tensor
+
+    def __init__(self, grid: Grid, size: int, scale: float) -> None:
+        super().__init__(grid, size, scale)
+        self.register_buffer("seen", self.counted().bool(), persistent=False)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        scores = (wide(query) * self.scale) @ wide(key).transpose(2, 3)
+        scores = scores if bias is None else scores + bias
+        weights = torch.softmax(torch.where(self.seen, scores, 0.0), dim=3)
+        return as_type(weights, value.dtype) @ value
+
+    def shifted(self) -> HardMask:
+        return HardMask(self.near.grid, self.near.size, self.scale).to(self.inside)
 
 
 def window_maps(form: Form, heads: Heads, mask: HardMask) -> dict[str, Tensor]:
@@ -103,9 +134,7 @@ def window_maps(form: Form, heads: Heads, mask: HardMask) -> dict[str, Tensor]:
 
 
 class MaskedForm(Form):
-    """Hard masks on the heads `masked`, plain softmax on the others; `placement` says how calibration chooses them."""
-
-    keeps_scores = True
+    """Hard masks on the heads `masked`, plain softmax on the others; `choice` says how calibration chooses them."""
 
     def __init__(
         self, mask: HardMask, heads: int, choice: HeadChoice | int | tuple[int, ...], tolerance: float
@@ -116,6 +145,11 @@ class MaskedForm(Form):
         self.choice = choice
         self.tolerance = tolerance
         self.masked = self._start()
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """Values stay: a search of them, too, came further on its own images and less far on others."""
+        return ("query", "key") if len(self.masked) == self.heads else ()
 
     def _start(self) -> tuple[int, ...]:
         """The masked heads before calibration: the paper starts from head 0."""
@@ -160,6 +194,9 @@ class MaskedForm(Form):
     def resolved(self) -> dict[str, Any]:
         return {"heads": self.masked, "soft": False}
 
+    def deploy(self) -> Form:
+        return MaskedForm(self.mask.shifted(), self.heads, self.masked, self.tolerance)
+
     def extra_repr(self) -> str:
         return f"masked={list(self.masked)} of {self.heads}"
 
@@ -179,17 +216,17 @@ class SoftMaskedForm(Form):
     alpha near 1 leaves the head as it was, near 0 masks it (section 4.3).
     """
 
-    keeps_scores = True
     dense: Tensor
 
     def __init__(self, mask: HardMask, heads: int) -> None:
         super().__init__()
         self.mask = mask
         self.logit = nn.Parameter(torch.full((heads, 1, 1), 2.0))
-        prefix = mask.prefix
-        dense = torch.ones(prefix + mask.near.tokens, prefix + mask.near.tokens)
-        dense[prefix:, prefix:] = mask.near.dense()
-        self.register_buffer("dense", dense, persistent=False)
+        self.register_buffer("dense", mask.counted(), persistent=False)
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        return ()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         alpha = torch.sigmoid(wide(self.logit))
@@ -258,10 +295,11 @@ class Masked(LinearVariant):
         grid = image_grid(site)
         if grid is None:
             raise ValueError(f"{site.name}: no image grid; refuse it first")
-        mask = HardMask(grid, self.size, score_scale(site))
+        mask = grid, self.size, score_scale(site)
         if self.soft:
-            return SoftMaskedForm(mask, site.heads)
-        return MaskedForm(mask, site.heads, self.heads, self.tolerance)
+            return SoftMaskedForm(HardMask(*mask), site.heads)
+        few = grid.rows * grid.columns <= FEW_TOKENS
+        return MaskedForm(DenseMask(*mask) if few else HardMask(*mask), site.heads, self.heads, self.tolerance)
 
     def form_multiplies(self, site: AttentionSite) -> int:
         grid = image_grid(site)

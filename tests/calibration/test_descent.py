@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,14 @@ from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.variants.registry import get_variant, variants
 
-KEEPING = ["masked", "softmax"]
-FORMS = [name for name in sorted(variants()) if name not in {*KEEPING, "polynomial"}]  # far off before `refine`
+FORMS = [name for name in sorted(variants()) if name not in {"softmax", "polynomial"}]  # far off before `refine`
+CLOSER = {"masked": 0.97}  # of the error before at most, the others 0.95: its values stay
 IMAGES = 800
 
 
-def first_site(form: str = "l1", kind: str = "pre-norm") -> tuple[SiteModule, SiteModule]:
+def first_site(form: str = "l1", kind: str = "pre-norm", **options: Any) -> tuple[SiteModule, SiteModule]:
     """The student's and the teacher's, in float64."""
-    given = calibration(kind, get_variant(form))
+    given = calibration(kind, get_variant(form, options))
     student, teacher = (next(iter(rewritten_sites(each).values())) for each in (given.student, given.teacher))
     return student.double(), teacher.double()
 
@@ -56,7 +57,7 @@ def test_a_search_brings_a_site_closer_on_tokens_that_it_never_saw(name: str) ->
     unseen, before = others.rows(slice(600, None)), error(site, others.rows(slice(600, None)))
     projection = [parameter.clone() for parameter in site.output.parameters()]
     assert search(site, given, 600) is None
-    assert error(site, unseen) < 0.95 * before
+    assert error(site, unseen) < CLOSER.get(name, 0.95) * before
     assert all(map(torch.equal, site.output.parameters(), projection))
 
 
@@ -152,9 +153,18 @@ def test_maps_of_a_forms_result_are_not_searched() -> None:
     assert left == {"context.weight", "context.bias", "final.weight"}
 
 
-@pytest.mark.parametrize("name", KEEPING)
-def test_forms_that_keep_softmaxs_scores_are_left_alone(name: str) -> None:
-    site, _ = first_site(name)
+def test_a_form_says_whose_projections_are_searched() -> None:
+    site, _ = first_site("masked")
+    asked = [*site.query.parameters(), *site.key.parameters()]
+    assert asked
+    assert [id(found) for found in searched(site)] == [id(own) for own in asked]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("softmax", {}), ("masked", {"heads": 1}), ("masked", {"soft": True})], ids=str
+)
+def test_forms_that_keep_softmaxs_probabilities_are_left_alone(name: str, options: dict[str, Any]) -> None:
+    site, _ = first_site(name, **options)
     assert searched(site) == []
     assert search(site, iter(()), IMAGES) is None
 
@@ -205,7 +215,7 @@ def fitted_error(given: StageInput) -> float:
     return error_on_others(given)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["post-norm", "windows"])
 def test_the_fit_is_closer_with_a_search_than_without(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_search = fitted_error(calibration(kind, get_variant("elu"), pictures(400)))
     monkeypatch.setattr(descent, "search", lambda *_: None)

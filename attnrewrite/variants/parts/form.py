@@ -39,13 +39,18 @@ class Heads(NamedTuple):
 class Form(nn.Module):
     """An attention form: (query [B, H, N, d], key [B, H, M, d], value [B, H, M, e], bias) -> [B, H, N, e].
 
-    `scale` multiplies the products of query and key; forms that normalise it away ignore it. A form that `keeps_scores`
-    weighs keys by softmax's own scores: what a site projects is right for it as it is, and calibration leaves it alone.
-    `maps_after` names linear maps of the form's result: they have a closed form, and no search changes them.
+    `scale` multiplies the products of query and key; forms that normalise it away ignore it. `maps_after` names linear
+    maps of the form's result: they have a closed form, and no search changes them.
     """
 
-    keeps_scores: ClassVar[bool] = False
     maps_after: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """Whose projections are searched, of query, key and value. Where there are none, as softmax's own probabilities
+        take what the site projects as it is, the form's own weights are left alone, too.
+        """
+        return "query", "key", "value"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         raise NotImplementedError

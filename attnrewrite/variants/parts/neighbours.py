@@ -16,7 +16,7 @@ class Neighbourhood:
         self.steps = [(down, right) for down in reach for right in reach]
         self.offsets = [down * grid.columns + right for down, right in self.steps]
         self.margin = max(self.offsets)
-        self.grid = grid
+        self.grid, self.size = grid, size
 
     def shifted(self, tokens: Tensor) -> list[Tensor]:
         """For each step, what lies there from every token of [B, H, P, c]; what lies off the ends is zero."""

@@ -43,14 +43,16 @@ class SoftmaxForm(Form):
     `filling` stands in place of the scores that masks drop (site.Core).
     """
 
-    keeps_scores = True
-
     def __init__(self, scale: float, causal: bool = False, prefix: int = 0, filling: float = -math.inf) -> None:
         super().__init__()
         self.scale = scale
         self.causal = causal
         self.prefix = prefix
         self.filling = filling
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        return ()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.causal:
