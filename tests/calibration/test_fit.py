@@ -141,7 +141,7 @@ def test_many_small_pictures_of_few_tokens_are_fitted_to_several_times(
     assert seen == [*2 * [(images, (expected - 1) * (images - images // 5))], *2 * [(images, 0)]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["post-norm", "windows"])
 def test_pictures_that_come_again_bring_the_fit_closer_on_others(kind: str) -> None:
     errors = []
     for times in (1, fit.MOST_TIMES):

@@ -1,8 +1,11 @@
 """Small models of every arrangement of a block, and the calibration of one of them, for tests of stages."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from attnrewrite.calibration.stage import StageInput
 from attnrewrite.calibration.stages import split
@@ -13,6 +16,7 @@ from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.plan import Placement, Plan
+from attnrewrite.site import Scan
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
 
@@ -118,13 +122,23 @@ def error_on_others(given: StageInput) -> float:
     return float((given.student(others) - given.teacher(others)).square().mean())
 
 
+def _captured(kind: str, model: nn.Module) -> tuple[GraphModule, Scan]:
+    graph = capture(kind, model, (torch.zeros(1, 3, 12, 12),)).module
+    found = scan(FxGraph(graph), kind)
+    assert len(found.sites) == 2, found.near_misses
+    return graph, found
+
+
+@cache
+def _own(kind: str) -> tuple[GraphModule, Scan]:
+    """Captured once: what is rewritten is a copy."""
+    return _captured(kind, Model(kind))
+
+
 def calibration(
     kind: str, variant: Variant, images: Images | None = None, model: nn.Module | None = None
 ) -> StageInput:
-    example = (torch.zeros(1, 3, 12, 12),)
-    graph = capture(kind, model or Model(kind), example).module
-    found = scan(FxGraph(graph), kind)
-    assert len(found.sites) == 2, found.near_misses
+    graph, found = _own(kind) if model is None else _captured(kind, model)
     both = [
         FxRewrite(Plan(kind, tuple(Placement.at(site, each) for site in found.sites)))(graph)
         for each in (get_variant("softmax"), variant)

@@ -31,7 +31,7 @@ def int8_or_skip(name: str) -> None:
 @pytest.mark.parametrize("name", ["host", "arm-cpu"])
 def test_what_it_costs_is_measured_and_kept(name: str, tmp_path: Path) -> None:
     int8_or_skip(name)
-    model, inputs = tiny_vit("softmax", depth=2)
+    model, inputs = tiny_vit("softmax", depth=1)
     images = torch.randint(256, (6, *inputs[0].shape[1:]), dtype=torch.uint8)
     how: dict[str, Any] = {"mean": 0.5, "std": 0.5}
     made = ar.lower(model, name, tmp_path / "out", example_inputs=inputs, precision="int8", data=images, **how)

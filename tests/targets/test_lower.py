@@ -14,6 +14,7 @@ from tiny_vits import tiny_vit
 from torch import nn
 
 import attnrewrite as ar
+from attnrewrite.conversion.record import deployed
 from attnrewrite.errors import AttnRewriteError, CheckFailedError, InputError
 from attnrewrite.targets import agreement as check
 from attnrewrite.targets.base import BUILT_IN, Artifact, get_target
@@ -270,7 +271,7 @@ class Tokens(nn.Module):
 def test_masked_grid_tokens_reach_the_gpu_under_names_that_it_can_keep(size: int, tmp_path: Path) -> None:
     model, inputs = tiny_vit("softmax", depth=1)
     done = ar.convert(Tokens(model).eval(), inputs, variant="masked", options={"size": size})
-    made = target_or_skip("gpu").lower("masked", done.module, inputs, tmp_path, threads=1)
+    made = target_or_skip("gpu").lower("masked", deployed(done.module), inputs, tmp_path, threads=1)
     assert made.max_abs_error <= made.tolerance
     launches = json.loads((tmp_path / "launches.json").read_text())["launches"]
     assert max(len(launch["kernel"]) for launch in launches) < 120
