@@ -42,7 +42,8 @@ def require_room(execution: Execution, device: str = "cpu") -> None:
 def sized(
     pool: Pool, what: str, call: Callable[..., Any], execution: Execution, device: str = "cpu", reserved: int = 0
 ) -> Pool:
-    """`pool` in batches that `call` has room for beside `reserved` bytes: a power of two. Its first image alone is put through `call`, and what that takes is measured.
+    """`pool` in batches that `call` has room for beside `reserved` bytes: a power of two. Its first image alone is put
+    through `call`, and what that takes is measured.
 
     Raises:
         InputError: there is no room for a single image; the message says how much there must be.
@@ -61,7 +62,7 @@ def sized(
 
 
 def power_of_two(most: int) -> int:
-    """The largest that is at most `most`, or 1: batches of such sizes make up larger ones, whatever there is room for."""
+    """The largest that is at most `most`, or 1. Batches of such sizes make up larger ones."""
     return 1 << (max(1, most).bit_length() - 1)
 
 
