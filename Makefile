@@ -4,7 +4,7 @@ PYTHON ?= python3
 # The release that the compilers below it were tried with. A CPU-only wheel saves a large download on Linux:
 #   make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 TORCH ?= torch==2.13.0
-JOBS ?= 2
+JOBS ?= $(shell nproc 2> /dev/null || echo 2)
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -13,17 +13,15 @@ from attnrewrite.errors import CheckFailedError
 from attnrewrite.frontends.capture import Captured
 from attnrewrite.frontends.sources import Source
 from attnrewrite.passes.draws import Draw, drawn, in_one_batch
-from attnrewrite.passes.fx.rewrite import FxRewrite
+from attnrewrite.passes.fx.rewrite import with_variants
 from attnrewrite.passes.in_batches import InBatches
 from attnrewrite.passes.original import CheckedStateless, agreement
 from attnrewrite.passes.roundings import rewriting_error
 from attnrewrite.passes.verify import SiteError, compared_values, site_errors
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned
-from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Progress
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
 
 
@@ -82,14 +80,7 @@ def prove(
 
 def with_softmax(scanned: Scanned[FxGraph], sites: Sequence[AttentionSite]) -> GraphModule:
     """The captured model with softmax re-emitted at `sites`."""
-    return rewritten(scanned, dict.fromkeys([site.id for site in sites], get_variant("softmax")))
-
-
-def rewritten(scanned: Scanned[FxGraph], standing: Mapping[str, Variant]) -> GraphModule:
-    """The captured model with these variants at their sites."""
-    sites = [site for site in scanned.scan.sites if site.id in standing]
-    plan = Plan(scanned.scan.model, tuple(Placement.at(site, standing[site.id]) for site in sites))
-    return FxRewrite(plan, scanned)(scanned.graph.module)
+    return with_variants(scanned, dict.fromkeys([site.id for site in sites], get_variant("softmax")))
 
 
 def _runnable(source: Source) -> nn.Module:

@@ -10,12 +10,13 @@ from attnrewrite.calibration.fit import MOST_TIMES
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.stage import StageInput, StageReport
 from attnrewrite.calibration.stages import calibrate, split
-from attnrewrite.conversion.proof import Proof, rewritten, with_softmax
+from attnrewrite.conversion.proof import Proof, with_softmax
 from attnrewrite.errors import CheckFailedError
 from attnrewrite.frontends.capture import Captured
 from attnrewrite.frontends.examples import one_image
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.draws import arithmetic_inputs
+from attnrewrite.passes.fx.rewrite import with_variants
 from attnrewrite.passes.verify import float64_errors
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned
@@ -63,8 +64,8 @@ class Replacement:
         """
         selection = self._selection(sites, teacher)
         if isinstance(self.variant, Auto):
-            teacher = rewritten(self.scanned, dict.fromkeys(selection.standing, get_variant("softmax")))
-        student = rewritten(self.scanned, selection.standing)
+            teacher = with_variants(self.scanned, dict.fromkeys(selection.standing, get_variant("softmax")))
+        student = with_variants(self.scanned, selection.standing)
         stages: list[StageReport] = []
         if self.pool is not None:
             halves = split(self.pool)

@@ -1,6 +1,6 @@
-"""What a plan loses on the calibration images, each measured by a model that was not fitted to it."""
+"""What a choice loses on the calibration images, each measured by a model that was not fitted to it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -13,9 +13,9 @@ from attnrewrite.calibration.processes import Processes, placed
 from attnrewrite.calibration.stage import StageInput
 from attnrewrite.calibration.stages import split
 from attnrewrite.images.pool import Pool
-from attnrewrite.plan import Plan
 from attnrewrite.request import Execution
 from attnrewrite.selection.problem import Extraction
+from attnrewrite.variants.base import Variant
 
 FOLDS = 2
 
@@ -23,7 +23,7 @@ FOLDS = 2
 @dataclass(frozen=True)
 class CrossFit:
     """The images, dealt into FOLDS: each fold goes through a model that was fitted, in closed form, to the others. What
-    the original's tokens count is found once for all plans.
+    the original's tokens count is found once for all of them.
     """
 
     extraction: Extraction
@@ -31,13 +31,13 @@ class CrossFit:
     execution: Execution
     processes: Processes
 
-    def outputs(self, plan: Plan) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """For each fold, the numbers of its images and their logits, float64 [images, classes], of the original
-        rewritten by `plan`, which has a placement for every site.
+    def outputs(self, standing: Mapping[str, Variant]) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """For each fold, the numbers of its images and their logits, float64 [images, classes], of the original with
+        these variants at its sites, one for every site.
         """
         original, teacher = self.extraction.original, self.extraction.teacher
         for fold in self._folds:
-            student = self.extraction.rewritten(plan)
+            student = self.extraction.rewritten(standing)
             with placed(self.processes.device, original, teacher, student):
                 given = StageInput(
                     original, teacher, student, *split(self.images.take(fold.fitting)), self.execution, self.processes,

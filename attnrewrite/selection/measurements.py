@@ -19,7 +19,6 @@ from attnrewrite.images.pool import Pool
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.answers import are_logits
 from attnrewrite.patterns.fx.graph import FxGraph
-from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Execution
 from attnrewrite.selection.costs import Costs, Timer, estimated, measured, priced, timer_of
 from attnrewrite.selection.cross_fit import CrossFit
@@ -79,7 +78,7 @@ class Measurements:
     def _scan(self) -> dict[str, list[dict[str, Any]]]:
         fitted, held_out, measuring = self._scan_images()
         extraction = self.extraction
-        student = extraction.rewritten(self._plan(self._softmax))
+        student = extraction.rewritten(self._softmax)
         meter = self.meter.of_images(measuring)
         found: dict[str, list[dict[str, Any]]] = {site.id: [] for site in extraction.sites}
         with placed(self.processes.device, extraction.original, extraction.teacher, student):
@@ -144,11 +143,11 @@ class Measurements:
         """What the model loses with these variants at its sites, every image measured by a model not fitted to it; on a
         part of the images, and as if all were like those, where that is more than --max-drop allows.
         """
-        plan, budget = self._plan({**self._softmax, **standing}), self.auto.budget.max_drop
+        everywhere, budget = {**self._softmax, **standing}, self.auto.budget.max_drop
 
         def measure() -> dict[str, Any]:
             seen, logits = np.zeros(0, int), self.meter.original[:0]
-            for numbers, found in self._cross_fit.outputs(plan):
+            for numbers, found in self._cross_fit.outputs(everywhere):
                 seen, logits = np.concatenate([seen, numbers]), torch.cat([logits, found])
                 loss = self._as_if_all(seen, logits)
                 if budget is not None and loss.bound > budget:
@@ -163,10 +162,10 @@ class Measurements:
         if isinstance(timer, str):
             candidates = self.auto.candidates
             return self.costs.ratio({site: 1 + candidates.index(variant) for site, variant in standing.items()})
-        extraction, plan = self.extraction, self._plan(standing)
+        extraction = self.extraction
 
         def measure() -> float:
-            converted = extraction.rewritten(plan)
+            converted = extraction.rewritten(standing)
             for site in rewritten_sites(converted).values():
                 site.deploy()
             return timer.ratio(extraction.original, converted, extraction.example)
@@ -176,10 +175,6 @@ class Measurements:
     @property
     def _softmax(self) -> dict[str, Variant]:
         return {site.id: get_variant("softmax") for site in self.extraction.sites}
-
-    def _plan(self, standing: Mapping[str, Variant]) -> Plan:
-        sites = [site for site in self.extraction.sites if site.id in standing]
-        return Plan(self.extraction.name, tuple(Placement.at(site, standing[site.id]) for site in sites))
 
     def _kept(self, name: str, find: Callable[[], Any]) -> Any:
         """What `find` found, now or before an interruption: for this model, these images, and what was asked."""

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from attnrewrite.errors import InputError, unknown_name
-from attnrewrite.passes.fx.rewrite import FxRewrite
+from attnrewrite.passes.fx.rewrite import with_variants
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned
-from attnrewrite.plan import Plan
 from attnrewrite.request import Budget
 from attnrewrite.site import AttentionSite
 from attnrewrite.targets.base import get_target
@@ -58,9 +57,9 @@ class Extraction:
     def original(self) -> GraphModule:
         return self.scanned.graph.module
 
-    def rewritten(self, plan: Plan) -> GraphModule:
-        """The original with the plan's variants at their sites."""
-        return FxRewrite(plan, self.scanned)(self.original)
+    def rewritten(self, standing: Mapping[str, Variant]) -> GraphModule:
+        """The original with these variants at their sites, by id."""
+        return with_variants(self.scanned, standing)
 
 
 @dataclass(frozen=True)

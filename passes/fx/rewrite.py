@@ -19,8 +19,9 @@ from attnrewrite.passes.fx.relu_for_gelu import ReluForGelu
 from attnrewrite.passes.site_module import SiteModule, written_value
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned, scan
+from attnrewrite.plan import Placement, Plan
 from attnrewrite.site import AttentionSite
-from attnrewrite.variants.base import FollowUp
+from attnrewrite.variants.base import FollowUp, Variant
 
 # What carries out what a variant asks for around its site, given the name of the node that stands there now.
 FOLLOW_UPS: dict[FollowUp, Callable[[str], Pass[GraphModule]]] = {"relu-for-gelu": ReluForGelu}
@@ -90,6 +91,13 @@ def scan_graph(module: GraphModule, model: str) -> Scanned[FxGraph]:
     """A graph of aten operations and its attention, for every pass that will be applied to it."""
     graph = FxGraph(module)
     return Scanned(graph, scan(graph, model))
+
+
+def with_variants(scanned: Scanned[FxGraph], standing: Mapping[str, Variant]) -> GraphModule:
+    """The scanned graph with these variants at their sites, by id."""
+    sites = [site for site in scanned.scan.sites if site.id in standing]
+    plan = Plan(scanned.scan.model, tuple(Placement.at(site, standing[site.id]) for site in sites))
+    return FxRewrite(plan, scanned)(scanned.graph.module)
 
 
 def swapped(

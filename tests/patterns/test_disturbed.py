@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor
 from torch.fx import GraphModule
 
-from attnrewrite.conversion.proof import prove, rewritten
+from attnrewrite.conversion.proof import prove
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import load_source
-from attnrewrite.passes.fx.rewrite import scan_graph
+from attnrewrite.passes.fx.rewrite import scan_graph, with_variants
 from attnrewrite.passes.site_module import SiteModule
 from attnrewrite.passes.verify import float64_errors, known_error, rewritten_sites
 from attnrewrite.passes.wide import Wide, wide_copy
@@ -68,7 +68,7 @@ def verdict(recipe: Recipe) -> str:
     for name in FORMS:
         if any(get_variant(name).refuse(site) for site in sites):
             continue
-        student = rewritten(scanned, dict.fromkeys((site.id for site in sites), get_variant(name)))
+        student = with_variants(scanned, dict.fromkeys((site.id for site in sites), get_variant(name)))
         assert_reads_alike(name, student, kept, reads)
         try:
             float64_errors(student, new)

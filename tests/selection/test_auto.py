@@ -32,6 +32,7 @@ from attnrewrite.selection.search import Losing, Step
 from attnrewrite.selection.trials import Trial
 from attnrewrite.targets.base import Availability, Pricing, get_target
 from attnrewrite.targets.devices.apple_npu import CoreMLNpu
+from attnrewrite.variants.base import Variant
 
 COUNT = 160
 FEW = ["l1", "polynomial:rank=2"]
@@ -228,9 +229,11 @@ def test_a_choice_that_loses_too_much_on_one_fold_is_not_fitted_on_the_other(
     """The frontier tells on how many images it was measured; what holds is measured on all."""
     fitted = []
 
-    def outputs(self: measurements.CrossFit, plan: Plan) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
+    def outputs(
+        self: measurements.CrossFit, standing: Mapping[str, Variant]
+    ) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
         right = torch.nn.functional.one_hot(torch.from_numpy(self.images.images.y), 5) * 9.0
-        given_up = all(placement.variant.name != "softmax" for placement in plan.placements)
+        given_up = all(variant.name != "softmax" for variant in standing.values())
         for fold in (np.arange(0, COUNT, 2), np.arange(1, COUNT, 2)):
             fitted.append((given_up, int(fold[0])))
             yield fold, (right[fold].flip(1) if given_up else right[fold]).double()
