@@ -84,6 +84,18 @@ def test_masked_and_free_heads_stand_in_their_own_places() -> None:
     assert_is(Masked(size=3, heads=(0, 3)), site, heads, expected)
 
 
+@pytest.mark.parametrize(
+    ("grid", "options", "expected"),
+    [(Grid(4, 4), {}, ("query", "key")), (Grid(4, 4, 1), {}, ()), (Grid(4, 4), {"heads": 1}, ())],
+    ids=str,
+)
+def test_projections_are_searched_where_nothing_keeps_softmaxs_probabilities(
+    grid: Grid, options: dict, expected: tuple[str, ...]
+) -> None:
+    form = Masked(**options).build(make_site(heads=2, head_dim=4, grid=grid))
+    assert form.searched == form.deploy().searched == expected
+
+
 class Largest(TorchDispatchMode):
     """Remembers the elements of the largest tensor that any operation makes, backward ones included."""
 
