@@ -62,7 +62,7 @@ def sized(
 
 
 def power_of_two(most: int) -> int:
-    """The largest that is at most `most`, or 1. Batches of such sizes make up larger ones."""
+    """The largest power of two that is at most `most`, or 1: batches of such sizes make up larger ones."""
     return 1 << (max(1, most).bit_length() - 1)
 
 
