@@ -83,6 +83,11 @@ class LeadAxes:
     def heads(self) -> int:
         return int(self.lead.shape[1])
 
+    def split(self, lines: np.ndarray) -> np.ndarray:
+        """[lead, ...] as [batch, heads, ...]: the same elements where they lie so, else a copy."""
+        in_place = np.array_equal(self.lead.reshape(-1), np.arange(self.lead.size))
+        return lines.reshape(*self.lead.shape, *lines.shape[1:]) if in_place else lines[self.lead]
+
 
 def split_lead(graph: GraphView, layout: Tracer, query: Side, key: Side, value: Side) -> LeadAxes | Refusal:
     """Tell batch from heads, and tokens from channels, by where the elements of the operands come from."""
@@ -162,8 +167,10 @@ def _tokens_read(graph: GraphView, layout: Tracer, found: _Projected) -> tuple[t
 
 def _extent(numbers: np.ndarray) -> list[np.ndarray]:
     """Smallest and largest number in each lead entry, padding aside."""
-    known = np.where(numbers == FILL, np.iinfo(numbers.dtype).max, numbers)
-    return [known.min(axis=(1, 2)), numbers.max(axis=(1, 2))]
+    least, most = numbers.min(axis=(1, 2)), numbers.max(axis=(1, 2))
+    if (least == FILL).any():
+        least = np.where(numbers == FILL, np.iinfo(numbers.dtype).max, numbers).min(axis=(1, 2))
+    return [least, most]
 
 
 def _ranks(keys: list[np.ndarray]) -> np.ndarray:
@@ -186,7 +193,7 @@ def _attended_axis(known: list[Coordinates]) -> str:
 
 def operand(graph: GraphView, side: Side, lead_axes: LeadAxes) -> Operand | Refusal:
     """The operand with the layout that reads it as [batch, heads, tokens, channels]; shared axes have length one."""
-    position = side.numbers(graph)[lead_axes.lead]
+    position = lead_axes.split(side.numbers(graph))
     for axis in (0, 1):
         first = np.take(position, [0], axis=axis)
         if position.shape[axis] > 1 and (position == first).all():

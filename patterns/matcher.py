@@ -267,7 +267,7 @@ def _joined(graph: GraphView, found: Products, lead_axes: LeadAxes, added: Joine
     place = np.full(int(np.prod(shape, dtype=int)), -1, index.dtype)
     place[index.reshape(-1)] = numbered((index.size,))
     numbers = Side(found.scores.product, found.keys_are_rows, shape[:-2]).numbers(graph)
-    position = place[numbers[lead_axes.lead]]
+    position = place[lead_axes.split(numbers)]
     layout = layout_of(position, index.shape, graph.batch_axes(added.value))
     if isinstance(layout, Refusal):
         return layout

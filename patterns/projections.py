@@ -90,8 +90,8 @@ def _origin(graph: GraphView, strict: Tracer, tracer: Tracer, value: str) -> _Or
         if (np.moveaxis(channel, 1, -1) != np.arange(channel.shape[1])).any():
             return Untraced("mixed-channels", "its BatchNorm normalises other channels than those it projects to")
         normalization = Normalization(**{part: operation.attributes[part] for part in _BATCH_NORM})  # type: ignore[arg-type]
-        index = np.where(traced.index == FILL, FILL, before.index.reshape(-1)[traced.index])
-        through_norm = Provenance((before.source,), (0,), index, 1.0, ())
+        numbers = np.where(traced.numbers == 0, 0, before.numbers.reshape(-1)[traced.index])
+        through_norm = Provenance((before.source,), (0,), numbers, 1.0, ())
         operation = graph.operation(before.source)
     if operation.kind == "constant":
         return Untraced("constant", "it is a learned constant, not a projection of tokens")
@@ -109,19 +109,19 @@ def _from_map(
     if isinstance(origin, Untraced):
         return origin
     operation = origin.operation
-    channels, tokens = (side.lines(each)[lead_axes.lead] for each in (origin.channel, origin.token))
+    channels, tokens = (lead_axes.split(side.lines(each)) for each in (origin.channel, origin.token))
     if lead_axes.axis == "channel":
         channels, tokens = np.swapaxes(channels, 2, 3), np.swapaxes(tokens, 2, 3)
-    rows = channels.max(axis=(0, 2))
-    padded = channels == FILL
-    if ((channels != rows[None, :, None, :]) & ~padded).any() or (rows == FILL).any():
+    rows, is_padded = channels.max(axis=(0, 2)), bool((channels == FILL).any())
+    mixed = channels != rows[None, :, None, :]
+    if (mixed & (channels != FILL) if is_padded else mixed).any() or (rows == FILL).any():
         return Untraced("mixed-channels", "different tokens read different channels of its projection")
     place = tokens[:, 0, :, 0]
-    if (tokens != place[:, None, :, None]).any() and not padded.any():
+    if not is_padded and (tokens != place[:, None, :, None]).any():
         return Untraced("mixed-tokens", "different channels read different tokens of its projection")
     if place.shape[0] > 1 and (place == place[:1]).all():
         place = place[:1]
-    read = None if padded.any() or not is_map(graph, operation) else _input_operand(graph, operation, place)
+    read = None if is_padded or not is_map(graph, operation) else _input_operand(graph, operation, place)
     return Projection(
         input=read,
         weight=operation.inputs[1],
@@ -150,8 +150,7 @@ def _positions_as_operand(graph: GraphView, operation: Operation, value: str, pl
         base, step = place // inner * channels * inner + place % inner, inner
     else:
         channels, base, step = shape[-1], place * shape[-1], 1
-    position = base[:, None, :, None] + (np.arange(channels) * step)[None, None, None, :]
-    layout = layout_of(position, shape, graph.batch_axes(value))
+    layout = layout_of(base[:, None, :, None], shape, graph.batch_axes(value), np.arange(channels) * step)
     return None if isinstance(layout, Refusal) else Operand(value, layout)
 
 
@@ -173,24 +172,29 @@ def trace_output(graph: GraphView, output: Side, lead_axes: LeadAxes, own: Own) 
     if isinstance(reached, Untraced):
         return reached
     operation = reached.operation
-    numbers = output.numbers(graph)[lead_axes.lead]
+    numbers = lead_axes.split(output.numbers(graph))
     if lead_axes.axis == "channel":
         numbers = np.swapaxes(numbers, 2, 3)
-    _, heads, tokens, width = numbers.shape
+    images, heads, tokens, width = numbers.shape
     canonical = np.full(numbers.size + 1, FILL, numbers.dtype)  # the last is where FILL points
     canonical[numbers.reshape(-1)] = np.arange(numbers.size, dtype=numbers.dtype)
     read = canonical[push(graph, output.value, reached.path)]
     if operation.kind == "conv":
         read = np.moveaxis(read, 1, -1)
     read = read.reshape(-1, read.shape[-1])
-    _, head, _, within = digits(read, heads, tokens, width)
-    channel = np.where(read == FILL, FILL, head * width + within)
+    image, head, token, within = digits(read, heads, tokens, width)
+    channel, is_padded = head * width + within, bool((read == FILL).any())
+    if is_padded:
+        channel[read == FILL] = FILL
     held = channel.max(axis=0)
-    if ((channel != held) & (channel != FILL)).any() or sorted(held[held != FILL]) != list(range(heads * width)):
+    mixed = channel != held
+    if (mixed & (channel != FILL) if is_padded else mixed).any() or sorted(held[held != FILL]) != [*range(heads * width)]:
         return Untraced("mixed-output", "the map after it does not read one token's heads at a time")
     columns = np.empty(heads * width, np.int64)
     columns[held[held != FILL]] = np.flatnonzero(held != FILL)
-    written = _written(graph, operation, read, numbers.shape) if reached.direct else None
+    written = None
+    if reached.direct and not is_padded and read.shape == (images * tokens, heads * width):
+        written = _written(graph, operation, image * tokens + token, images)
     return OutputProjection(
         output=written,
         weight=operation.inputs[1],
@@ -202,18 +206,15 @@ def trace_output(graph: GraphView, output: Side, lead_axes: LeadAxes, own: Own) 
     )
 
 
-def _written(graph: GraphView, operation: Operation, read: np.ndarray, heads: tuple[int, ...]) -> Operand | None:
-    """What a map writes, as [batch, 1, tokens, channels]; `read` [positions, channels] numbers what it reads."""
-    batch, count, tokens, width = heads
-    if (read == FILL).any() or read.shape != (batch * tokens, count * width):
-        return None
-    image, _, token, _ = digits(read, count, tokens, width)
-    place = image * tokens + token
+def _written(graph: GraphView, operation: Operation, place: np.ndarray, images: int) -> Operand | None:
+    """What a map writes, as [batch, 1, tokens, channels]; `place` [positions, channels] numbers the token of each
+    channel that it reads.
+    """
     if (place != place[:, :1]).any():
         return None
-    order = np.empty(batch * tokens, np.int64)
-    order[place[:, 0]] = np.arange(batch * tokens)
-    return _positions_as_operand(graph, operation, operation.value, order.reshape(batch, tokens))
+    order = np.empty(len(place), np.int64)
+    order[place[:, 0]] = np.arange(len(place))
+    return _positions_as_operand(graph, operation, operation.value, order.reshape(images, -1))
 
 
 def _follow(graph: GraphView, value: str, own: Own) -> _Reached | Untraced:

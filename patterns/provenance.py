@@ -4,9 +4,9 @@ No permutation is matched literally. The elements of a source are numbered, and 
 reshapes, transposes and slices as the data: the result says which element of the source each element of a tensor is.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -31,20 +31,26 @@ class Crossed:
 class Provenance:
     """The elements of a tensor as elements of its sources.
 
-    `index` has the tensor's shape; element i of source s is number `offsets[s] + i`. `factor` is what the elements
-    were multiplied with on the way. `crossed` are the operations that were neither movement nor constant factors.
+    `numbers` has the tensor's shape; element i of source s is number `offsets[s] + i + 1`, and 0 is padding. `factor`
+    is what the elements were multiplied with on the way. `crossed` are the operations that were neither movement nor
+    constant factors.
     """
 
     sources: tuple[str, ...]
     offsets: tuple[int, ...]
-    index: np.ndarray
+    numbers: np.ndarray
     factor: float
     crossed: tuple[str, ...]
 
-    @property
+    @cached_property
+    def index(self) -> np.ndarray:
+        """The numbers from 0 on, and FILL for padding."""
+        return self.numbers - 1
+
+    @cached_property
     def source(self) -> str | None:
         """The only source, or None when there are several, or padding."""
-        return self.sources[0] if len(self.sources) == 1 and not (self.index == FILL).any() else None
+        return self.sources[0] if len(self.sources) == 1 and self.numbers.all() else None
 
 
 def numbered(shape: tuple[int, ...], first: int = 0) -> np.ndarray:
@@ -147,39 +153,39 @@ class Tracer:
         crossed = constant_factor(self._graph, operation)
         if crossed is not None:
             inner = self.trace(crossed.operand)
-            index = self._broadcast(inner.index, value)
-            return Provenance(inner.sources, inner.offsets, index, inner.factor * crossed.factor, inner.crossed)
+            numbers = self._broadcast(inner.numbers, value)
+            return Provenance(inner.sources, inner.offsets, numbers, inner.factor * crossed.factor, inner.crossed)
         crossed = self._crossing(operation) if self._crossing else None
         if crossed is not None:
             inner = self.trace(crossed.operand)
             return Provenance(
                 inner.sources,
                 inner.offsets,
-                self._broadcast(inner.index, value),
+                self._broadcast(inner.numbers, value),
                 inner.factor * crossed.factor,
                 (*inner.crossed, value),
             )
         return self._itself(value)
 
     def _itself(self, value: str) -> Provenance:
-        return Provenance((value,), (0,), numbered(self._graph.shape(value)), 1.0, ())
+        return Provenance((value,), (0,), numbered(self._graph.shape(value), first=1), 1.0, ())
 
-    def _broadcast(self, index: np.ndarray, value: str) -> np.ndarray:
-        """Index of an operand as index of the result: broadcast, or nearest where positions were pooled."""
+    def _broadcast(self, numbers: np.ndarray, value: str) -> np.ndarray:
+        """Numbers of an operand as those of the result: broadcast, or nearest where positions were pooled."""
         shape = self._graph.shape(value)
         operation = self._graph.operation(value)
         if operation.kind == "reduce":
             for axis in operation.attributes["axes"]:  # type: ignore[attr-defined]
-                index = np.take(index, [0], axis=axis)
-            return index.reshape(shape)
-        if index.shape == shape:
-            return index
-        if index.ndim == len(shape) and index.shape[:2] == shape[:2] and operation.kind != "map":
+                numbers = np.take(numbers, [0], axis=axis)
+            return numbers.reshape(shape)
+        if numbers.shape == shape:
+            return numbers
+        if numbers.ndim == len(shape) and numbers.shape[:2] == shape[:2] and operation.kind != "map":
             for axis in range(2, len(shape)):
-                steps = np.arange(shape[axis]) * index.shape[axis] // max(shape[axis], 1)
-                index = np.take(index, steps, axis=axis)
-            return index
-        return np.broadcast_to(index, shape)
+                steps = np.arange(shape[axis]) * numbers.shape[axis] // max(shape[axis], 1)
+                numbers = np.take(numbers, steps, axis=axis)
+            return numbers
+        return np.broadcast_to(numbers, shape)
 
     def _through_movement(self, operation: Operation) -> Provenance:
         inner = [self.trace(operand) for operand in operation.inputs]
@@ -193,21 +199,21 @@ class Tracer:
                 if source not in offsets:
                     offsets[source] = total
                     total += int(np.prod(self._graph.shape(source), dtype=int))
-        arrays = [self._renumber(p, offsets, _integer(total)) + 1 for p in inner]
-        index = self._graph.move(operation.value, arrays) - 1
+        arrays = [self._renumber(p, offsets, _integer(total)) for p in inner]
+        numbers = self._graph.move(operation.value, arrays)
         crossed = tuple(dict.fromkeys(value for p in inner for value in p.crossed))
-        return Provenance(tuple(offsets), tuple(offsets.values()), index, carriers[0].factor, crossed)
+        return Provenance(tuple(offsets), tuple(offsets.values()), numbers, carriers[0].factor, crossed)
 
     @staticmethod
     def _renumber(provenance: Provenance, offsets: dict[str, int], kind: type[np.signedinteger]) -> np.ndarray:
-        index = provenance.index.astype(kind, copy=False)
+        numbers = provenance.numbers.astype(kind, copy=False)
         if len(provenance.sources) == 1:
             shift = offsets[provenance.sources[0]] - provenance.offsets[0]
-            return np.where(index == FILL, FILL, index + shift) if shift else index
-        result = index.copy()
+            return np.where(numbers == 0, 0, numbers + shift) if shift else numbers
+        result = numbers.copy()
         bounds = [*provenance.offsets[1:], np.iinfo(kind).max]
         for source, low, high in zip(provenance.sources, provenance.offsets, bounds, strict=True):
-            result[(index >= low) & (index < high)] += offsets[source] - low
+            result[(numbers > low) & (numbers <= high)] += offsets[source] - low
         return result
 
 
@@ -272,21 +278,25 @@ def _carried(graph: GraphView, known: dict[str, np.ndarray], value: str) -> np.n
     return np.zeros(graph.shape(value), np.int32)
 
 
-def layout_of(position: np.ndarray, shape: tuple[int, ...], batch_axes: frozenset[int]) -> Layout | Refusal:
+def layout_of(
+    position: np.ndarray, shape: tuple[int, ...], batch_axes: frozenset[int], channels: np.ndarray | None = None
+) -> Layout | Refusal:
     """The layout under which a tensor of `shape` reads as `position`; a refusal where no reshape and permutation do.
 
-    `position` [batch, heads, tokens, channels] holds, for every element, its row-major number in the tensor.
+    `position` [batch, heads, tokens, channels] holds, for every element, its row-major number in the tensor; with the
+    places of `channels` after the first given, that of its first channel [batch, heads, tokens, 1].
     """
     factors: list[tuple[int, int, int]] = []  # (stride, size, group), one per split axis
     groups: list[list[tuple[int, int]]] = []
-    lines: list[np.ndarray] = []
     origin = position[(0,) * position.ndim]
-    for group in range(position.ndim):
-        line = position[tuple(slice(None) if axis == group else 0 for axis in range(position.ndim))] - origin
+    lines = [
+        position[tuple(slice(None) if axis == group else 0 for axis in range(position.ndim))] - origin
+        for group in range(position.ndim)
+    ]
+    for group, line in enumerate(lines if channels is None else [*lines[:-1], channels]):
         radix = mixed_radix(line)
         if radix is None:
             return Refusal("not-strided", "its elements do not lie at regular distances")
-        lines.append(line)
         groups.append(radix)
         factors += [(stride, size, group) for size, stride in radix]
     factors.sort(reverse=True)
@@ -309,7 +319,7 @@ def _is_sum(position: np.ndarray, lines: list[np.ndarray]) -> bool:
     as many as scores.
     """
     plane = np.add.outer(*lines[-2:])
-    begins = functools.reduce(np.add.outer, lines[:-2])
+    begins = reduce(np.add.outer, lines[:-2])
     return all(np.array_equal(position[place], plane + begins[place]) for place in np.ndindex(begins.shape))
 
 
