@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from fits import calibration
 from torch import Tensor
 
+from attnrewrite.calibration import train
 from attnrewrite.calibration.distill import Distillation, logit_loss, relative_loss, with_values
 from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.reconstruct import Reconstruction
@@ -30,6 +31,7 @@ from attnrewrite.request import Execution
 from attnrewrite.variants.registry import get_variant
 
 HELPERS = Path(__file__).parents[1] / "helpers"
+SMALL = 32  # images of a step
 
 
 def tensors(given: StageInput) -> dict[str, Tensor]:
@@ -75,7 +77,7 @@ def test_a_loss_that_is_not_finite_names_where(stage: Reconstruction | Distillat
 
 @pytest.mark.parametrize("stage", [Reconstruction(steps=6, blocks=1), Distillation(steps=6)])
 def test_the_result_is_the_same_whatever_memory_has_room_for(
-    stage: Reconstruction | Distillation, monkeypatch: pytest.MonkeyPatch
+    stage: Reconstruction | Distillation, monkeypatch: pytest.MonkeyPatch, small_batches: None
 ) -> None:
     found = []
     for size in (16, 1):
@@ -153,6 +155,12 @@ class Killed(Exception):
     pass
 
 
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a step is taken up is the same for few images."""
+    monkeypatch.setattr(train, "IMAGES", SMALL)
+
+
 @cache
 def uninterrupted(stage: Reconstruction | Distillation) -> dict[str, Tensor]:
     whole = calibration("pre-norm", get_variant("l1"))
@@ -162,6 +170,7 @@ def uninterrupted(stage: Reconstruction | Distillation) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("at", [3, 21, 23])
 @pytest.mark.parametrize("stage", [Reconstruction(steps=20, blocks=1), Distillation(steps=24, every=10)])
+@pytest.mark.usefixtures("small_batches")
 def test_interrupted_anywhere_it_ends_in_the_same_bits(
     stage: Reconstruction | Distillation, at: int, tmp_path: Path
 ) -> None:
@@ -222,11 +231,13 @@ from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, {helpers!r})
 from fits import calibration
+from attnrewrite.calibration import train
 from attnrewrite.calibration.processes import joined_processes
 from attnrewrite.calibration.stages import calibrate
 from attnrewrite.request import Execution
 from attnrewrite.variants.registry import get_variant
 torch.set_num_threads(1)
+train.IMAGES = {images}
 given = calibration("pre-norm", get_variant("l1"))
 def progress(what, done, total):
     if (what, done) == ("distillation", int(os.environ.get("KILL_AT", "-1"))):
@@ -242,7 +253,7 @@ torch.save((given.student.state_dict(), [r.kl_after for r in reports]), os.envir
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     file = tmp_path / "script.py"
-    file.write_text(SCRIPT.format(helpers=str(HELPERS)))
+    file.write_text(SCRIPT.format(helpers=str(HELPERS), images=SMALL))
     return file
 
 
@@ -263,7 +274,7 @@ def launch(script: Path, name: str, *prefix: str, kill_at: int = -1) -> subproce
 
 
 def test_killed_and_started_again_or_shared_by_two_it_ends_the_same(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None
 ) -> None:
     """The same command after kill -9 gives the same bits; two processes give the same fit and an equal student."""
     assert launch(script, "killed", kill_at=22).returncode == -signal.SIGKILL
