@@ -56,6 +56,7 @@ class Segments:
         self._rest: dict[int, dict[Node, Any]] = {}
         self._holds, self._held = holds, dict[int, Values]()
         self._places = [node for node in self.nodes if node.op == "placeholder"]
+        self._interpreter = Interpreter(module, garbage_collect_values=False)
 
     def __enter__(self) -> "Segments":
         return self
@@ -116,20 +117,20 @@ class Segments:
         """The values of `needs` and what is live at `stop` for one batch, from here on; they have gradients by the
         module's parameters where those are on. Nothing is stored.
         """
-        interpreter = Interpreter(self.module, garbage_collect_values=False)
         held = self._held.get(index, {})
-        values = self._kept(index) | held
-        interpreter.env = values  # type: ignore[assignment]  # it looks up nodes alone
+        values = self._weights(needs) | self._kept(index) | held
+        self._interpreter.env = values  # type: ignore[assignment]  # it looks up nodes alone
         asked = self._asked(stop, needs, held)
         for at in range(self.position, stop):
             node = self.nodes[at]
             if node in asked and (Attended(node) in needs or Attended(node) in held):
                 values |= self._attended(node, values)
             elif node in asked and node not in values:
-                values[node] = interpreter.run_node(node)
+                values[node] = self._interpreter.run_node(node)
             for operand in (node, *node.all_input_nodes):
                 if self.cuts.last_use[operand] <= at and operand not in needs:
                     values.pop(operand, None)
+        self._interpreter.env = {}  # which would hold the values of the last batch
         return values
 
     def _asked(self, stop: int, needs: frozenset[Node | Attended], held: Collection[Node | Attended]) -> set[Node]:
@@ -168,11 +169,16 @@ class Segments:
         self._store.put(index, tensors)
         self._rest[index] = rest
 
+    def _weights(self, needs: frozenset[Node | Attended]) -> Values:
+        """What get_attr nodes before the position read, where it is still asked for."""
+        before = (node for node in self.nodes[: self.position] if node.op == "get_attr")
+        return {n: self.weight(n) for n in before if self.cuts.last_use[n] >= self.position or n in needs}
+
     def _kept(self, index: int) -> Values:
-        values: Values = {node: self.weight(node) for node in self.nodes if node.op == "get_attr"}
         if index not in self._rest:  # before the first piece: the pictures are read, not stored
             given = (tensor.to(self.processes.device) for tensor in self.images.batch(index))
-            return values | dict(zip(self._places, given, strict=True))
+            return dict(zip(self._places, given, strict=True))
+        values: Values = {}
         tensors = self._store.get(index, self.processes.device)
         for node, (leaves, spec) in self._rest[index].items():
             whole = [tensors.get(f"{node.name}/{i}", leaf) for i, leaf in enumerate(leaves)]

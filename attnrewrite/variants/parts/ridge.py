@@ -27,7 +27,7 @@ class LeastSquares:
             beside, corner = x.transpose(-2, -1) @ column, column.transpose(-2, -1) @ column
             own = torch.cat([torch.cat([own, beside], -1), torch.cat([beside.transpose(-2, -1), corner], -1)], -2)
             moment = torch.cat([moment, column.transpose(-2, -1) @ y], -2)
-        self._add(own.double(), moment.double(), float(y.double().square().sum()))
+        self._add(own.double(), moment.double(), float(y.square().sum(-1).double().sum()))
 
     def add_statistics(self, gram: Tensor, moment: Tensor, energy: float = 0.0) -> None:
         """Add x^T x, x^T y and the sum of y^2, computed elsewhere."""
