@@ -112,9 +112,8 @@ def _from_map(
     channels, tokens = (lead_axes.split(side.lines(each)) for each in (origin.channel, origin.token))
     if lead_axes.axis == "channel":
         channels, tokens = np.swapaxes(channels, 2, 3), np.swapaxes(tokens, 2, 3)
-    rows, is_padded = channels.max(axis=(0, 2)), bool((channels == FILL).any())
-    mixed = channels != rows[None, :, None, :]
-    if (mixed & (channels != FILL) if is_padded else mixed).any() or (rows == FILL).any():
+    rows, is_padded = channels.max(axis=(0, 2)), (channels == FILL).any()
+    if _is_mixed(channels, rows[None, :, None, :]) or (rows == FILL).any():
         return Untraced("mixed-channels", "different tokens read different channels of its projection")
     place = tokens[:, 0, :, 0]
     if not is_padded and (tokens != place[:, None, :, None]).any():
@@ -133,6 +132,12 @@ def _from_map(
         factor=origin.factor,
         direct=read is not None,
     )
+
+
+def _is_mixed(channels: np.ndarray, own: np.ndarray) -> bool:
+    """Whether some element, padding aside, is of another channel than its `own`."""
+    other = channels != own
+    return bool(other.any()) and bool((other & (channels != FILL)).any())
 
 
 _BATCH_NORM = ("weight", "bias", "mean", "variance", "epsilon")
@@ -183,12 +188,11 @@ def trace_output(graph: GraphView, output: Side, lead_axes: LeadAxes, own: Own) 
         read = np.moveaxis(read, 1, -1)
     read = read.reshape(-1, read.shape[-1])
     image, head, token, within = digits(read, heads, tokens, width)
-    channel, is_padded = head * width + within, bool((read == FILL).any())
+    channel, is_padded = head * width + within, (read == FILL).any()
     if is_padded:
         channel[read == FILL] = FILL
     held = channel.max(axis=0)
-    mixed = channel != held
-    if (mixed & (channel != FILL) if is_padded else mixed).any() or sorted(held[held != FILL]) != [*range(heads * width)]:
+    if _is_mixed(channel, held) or sorted(held[held != FILL]) != list(range(heads * width)):
         return Untraced("mixed-output", "the map after it does not read one token's heads at a time")
     columns = np.empty(heads * width, np.int64)
     columns[held[held != FILL]] = np.flatnonzero(held != FILL)
