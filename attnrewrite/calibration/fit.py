@@ -30,7 +30,7 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 REFINED_TOKENS = 32_768  # of a site, that its form's own constants are refined with
 ENOUGH_TOKENS = 327_680  # of a site: pictures that have fewer in all come several times, changed,
 MOST_TIMES = 5  # but no more often, and once where there are
-FEW_IMAGES = 300  # or fewer, or where a picture has more than so many tokens,
+FEW_IMAGES = 100  # or fewer, or where a picture has more than so many tokens,
 SMALL_TOKENS = 128  # as every further time costs what fitting to all pictures does
 
 
