@@ -283,8 +283,8 @@ def layout_of(
 ) -> Layout | Refusal:
     """The layout under which a tensor of `shape` reads as `position`; a refusal where no reshape and permutation do.
 
-    `position` [batch, heads, tokens, channels] holds, for every element, its row-major number in the tensor; with the
-    places of `channels` after the first given, that of its first channel [batch, heads, tokens, 1].
+    `position` [batch, heads, tokens, channels] holds, for every element, its row-major number in the tensor. Where
+    `channels` says how far each channel lies from the first, it is that of the first alone: [batch, heads, tokens, 1].
     """
     factors: list[tuple[int, int, int]] = []  # (stride, size, group), one per split axis
     groups: list[list[tuple[int, int]]] = []

@@ -157,7 +157,7 @@ class Killed(Exception):
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a step is taken up is the same for few images."""
+    """For what does not follow from how many images a step has."""
     monkeypatch.setattr(train, "IMAGES", SMALL)
 
 
