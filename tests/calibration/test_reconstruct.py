@@ -48,7 +48,8 @@ def test_a_step_is_of_the_same_images_however_large_their_streams_are(monkeypatc
         Reconstruction(steps=6).run(given)
         found.append(given.student.state_dict())
     for name, tensor in found[0].items():
-        torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-4)
+        # Adam steps by the sign of a gradient, however small: rounding moves elements by 4e-4, other images by 0.3.
+        torch.testing.assert_close(found[1][name], tensor, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
