@@ -19,10 +19,10 @@ from attnrewrite.passes.fx.decompositions import Decompose, either
 from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.fold_constants import FoldConstants
 from attnrewrite.passes.fx.functionalise import functional_graph
-from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.in_float32 import InFloat32
 from attnrewrite.passes.fx.misread import WRITTEN_OUT
 from attnrewrite.passes.fx.quantise import QUANTISED, TABLE
+from attnrewrite.passes.tracing import export_program
 from attnrewrite.passes.wide import Wide
 from attnrewrite.targets import agreement as check
 
@@ -111,7 +111,7 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad(), without_torch_logs():  # some operators have no gradient on every processor
-            return forget_history(torch.export.export(module, example_inputs))
+            return export_program(module, example_inputs)
     except GuardOnDataDependentSymNode as error:
         raise InputError(
             f"torch.export cannot capture the module: a branch or a size in it follows from values "
@@ -140,7 +140,7 @@ def tensors_alone(program: ExportedProgram) -> ExportedProgram:
     if all(isinstance(each, Node) for each in _given(program)):
         return program
     assert program.example_inputs is not None
-    return forget_history(torch.export.export(_Tensors(program.module(), once=False), *program.example_inputs))
+    return export_program(_Tensors(program.module(), once=False), *program.example_inputs)
 
 
 def _given(program: ExportedProgram) -> Sequence[object]:

@@ -21,6 +21,7 @@ from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.open_batch import OpenBatch
 from attnrewrite.passes.fx.signature import is_open
 from attnrewrite.passes.in_batches import InBatches, images_mixed, with_images
+from attnrewrite.passes.tracing import export_program
 
 COMPARED = (2, 3)  # the batches of the two exports that tell which constants follow
 
@@ -74,7 +75,7 @@ def _exported(model: nn.Module, inputs: tuple[Tensor, ...]) -> GraphModule | Non
     """The functional graph of a model for the batch of `inputs`, where torch.export captures it."""
     try:
         with torch.no_grad(), without_torch_logs():
-            return functional_graph(torch.export.export(model, inputs))
+            return functional_graph(export_program(model, inputs))
     except Exception:  # torch.export raises many kinds; what it cannot do is told of the graph that it could
         return None
 

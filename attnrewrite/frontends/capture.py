@@ -16,9 +16,9 @@ from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.composites import DEFINITIONS
 from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph
-from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.signature import is_open, writes
 from attnrewrite.passes.in_batches import with_images
+from attnrewrite.passes.tracing import export_program
 
 UNWRITABLE = frozenset("\"'\\\n\r")  # torch.fx writes a module's name between quotation marks
 
@@ -54,14 +54,14 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
     doubled = with_images(inputs, 2) if batch_of(inputs) == 1 else inputs  # one would be baked into the graph
     with torch.no_grad(), without_torch_logs():
         try:
-            program = forget_history(torch.export.export(module, doubled, dynamic_shapes=open_batch(doubled)))
+            program = export_program(module, doubled, dynamic_shapes=open_batch(doubled))
             if has_open_batch(program):
                 return program, None
             note = "the model fixes its batch size"
         except Exception as error:  # torch.export raises many kinds
             note = first_line(error)
         try:
-            return forget_history(torch.export.export(module, inputs)), note
+            return export_program(module, inputs), note
         except Exception as error:
             way_out = "give a model whose forward takes tensors and has no data-dependent Python control flow"
             if isinstance(module, torch.jit.ScriptModule):
@@ -114,7 +114,7 @@ def _for_one_size(name: str, program: ExportedProgram, inputs: tuple[Tensor, ...
         return export(module, inputs)[0]
     try:
         with torch.no_grad(), without_torch_logs():
-            return forget_history(torch.export.export(module, inputs))
+            return export_program(module, inputs)
     except Exception as error:  # torch.export raises many kinds
         raise InputError(f"{name} cannot be read for inputs of {size}: {first_line(error)}; give other ones") from error
 

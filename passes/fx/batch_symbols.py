@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from attnrewrite.errors import Refusal, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.signature import is_open
+from attnrewrite.passes.tracing import export_program
 from attnrewrite.patterns.fx.operators import module_path, operator_name
 
 BATCH = Dim("batch", min=1)
@@ -27,7 +28,7 @@ def symbolic(example: Sequence[Tensor], open_inputs: Collection[int], images: in
     """`example` as tensors without numbers, the first axis of `open_inputs` the same symbol, `images` for a hint."""
     sized = [_resized(t, images) if place in open_inputs else t for place, t in enumerate(example)]
     shapes = tuple({0: BATCH} if place in open_inputs else None for place in range(len(sized)))
-    program = torch.export.export(_Inputs(), tuple(sized), dynamic_shapes=(shapes,))
+    program = export_program(_Inputs(), tuple(sized), dynamic_shapes=(shapes,))
     return [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
 
 

@@ -13,9 +13,9 @@ from torch.export import ExportedProgram
 
 from attnrewrite.errors import Refusal
 from attnrewrite.passes.base import Edit, Pass, PassResult
-from attnrewrite.passes.fx.history import forget_history
 from attnrewrite.passes.fx.lacking import FALLBACKS, LACKING
 from attnrewrite.passes.fx.signature import other_signature, writes_in_place
+from attnrewrite.passes.tracing import decompose_program
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Decompose(Pass[ExportedProgram]):
     def rewrite(self, graph: ExportedProgram) -> PassResult[ExportedProgram]:
         if not self.table and graph.dialect == "ATEN":  # which says that it was decomposed
             return PassResult(graph)
-        program = forget_history(graph.run_decompositions(dict(self.table)))
+        program = decompose_program(graph, self.table)
         before, after = _operators(graph), _operators(program)
         gone = tuple(Edit(str(operator)) for operator in (before - after).elements())
         relabelled = () if graph.dialect == program.dialect else (Edit(graph.dialect, program.dialect),)

@@ -16,6 +16,7 @@ from attnrewrite.passes.fx.deploy import DeploySites
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.fx.signature import is_open, other_signature
+from attnrewrite.passes.tracing import export_program
 from attnrewrite.plan import Plan
 
 
@@ -63,7 +64,7 @@ def _exported_like(program: ExportedProgram, module: GraphModule) -> ExportedPro
     shapes = tree_unflatten([_open_axes(program, node) for node in _inputs(program)], program.call_spec.in_spec)
     by_name = inspect.signature(module.forward).bind(*shapes[0], **shapes[1]).arguments
     with torch.no_grad():
-        return torch.export.export(module, tuple(arguments), dict(keywords), dynamic_shapes=by_name)
+        return export_program(module, tuple(arguments), dict(keywords), dynamic_shapes=by_name)
 
 
 def _inputs(program: ExportedProgram) -> list[Node]:

@@ -16,6 +16,7 @@ from attnrewrite.passes.onnx.downgrade import EXPORTED, Downgrade
 from attnrewrite.passes.onnx.fold_constants import FoldConstants
 from attnrewrite.passes.onnx.structure import structure, weights
 from attnrewrite.passes.site_module import SiteModule
+from attnrewrite.passes.tracing import export_program
 from attnrewrite.patterns.onnx.graph import OnnxGraph
 
 
@@ -85,7 +86,7 @@ def _export(
 ) -> torch.onnx.ONNXProgram:
     try:
         with warnings.catch_warnings(action="ignore"), torch.no_grad():
-            program = torch.export.export(module, tensors, dynamic_shapes={"tensors": dims})
+            program = export_program(module, tensors, dynamic_shapes={"tensors": dims})
             exported = torch.onnx.export(program, dynamo=True, opset_version=version, verbose=False, optimize=False)
         assert exported is not None
         return exported

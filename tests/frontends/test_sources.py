@@ -344,6 +344,7 @@ def test_inputs_made_for_a_program_are_of_its_types() -> None:
 
 
 def test_timm_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import_torchvision()
     pytest.importorskip("timm", reason="needs timm")
     source = load_source("timm:vit_tiny_patch16_224")
     assert "random weights" in caplog.text
