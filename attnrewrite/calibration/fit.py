@@ -29,8 +29,7 @@ from attnrewrite.variants.parts.ridge import LeastSquares
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 REFINED_TOKENS = 32_768  # of a site, that its form's own constants are refined with
 ENOUGH_TOKENS = 327_680  # of a site: pictures that have fewer in all come several times, changed,
-MOST_TIMES = 5  # but no more often, and once where there are
-FEW_IMAGES = 100  # or fewer, or where a picture has more than so many tokens,
+MOST_TIMES = 5  # but no more often, and once where a picture has more than
 SMALL_TOKENS = 128  # as every further time costs what fitting to all pictures does
 
 
@@ -45,7 +44,7 @@ class Fit:
     The ridge is relative to each column's energy (`ridge`, where there are too few images to choose); else one image in
     five chooses it, or no change at all. Statistics are float64; memory is one batch and them, and the result
     the same, to rounding, whatever the batches are.
-    Where many small pictures have few tokens in all, each comes as often as ENOUGH_TOKENS and `times` allow: as it is,
+    Where small pictures have few tokens in all, each comes as often as ENOUGH_TOKENS and `times` allow: as it is,
     then moved and with a part of another pasted over it.
     Where all points together end worse on the held-out images than nothing would have, the last ones are taken back
     until they do not.
@@ -84,7 +83,7 @@ class Fit:
     def _times(self, given: StageInput, points: Sequence[Point]) -> int:
         """How often each image is fitted to."""
         images, tokens = len(given.images.images), most_tokens(given.student, points)
-        if images <= FEW_IMAGES or not 0 < tokens <= SMALL_TOKENS or not given.images.pictures:
+        if not 0 < tokens <= SMALL_TOKENS or not given.images.pictures:
             return 1
         return min(max(1, ENOUGH_TOKENS // (images * tokens)), self.times)
 

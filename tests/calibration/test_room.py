@@ -96,7 +96,7 @@ def test_the_result_is_the_same_whatever_the_budget(variant: str, monkeypatch: p
         given = calibration("windows", get_variant(variant))
         within(monkeypatch, left or for_few_images(given), left or 1)
         work = Workplace.of("fit", given, fit_points(given.student))
-        (report,) = run(given, (Fit(),))
+        (report,) = run(given, (Fit(times=1),))
         assert (report.spilled > 0) == work.on_disk
         found.append((work.images.batch_size, work.on_disk, given.student.state_dict(), distance(given).error))
     (most, memory, tensors, error), (few, disk, others, other) = found
@@ -151,7 +151,7 @@ def test_two_streams_wait_and_no_more(kind: str, monkeypatch: pytest.MonkeyPatch
                 most = max(most, sum(waiting.values()))
 
     monkeypatch.setattr("attnrewrite.calibration.workplace.InMemory", Counted)
-    Fit().run(given)
+    Fit(times=1).run(given)
     assert stream < most <= 2 * stream
 
 

@@ -81,7 +81,6 @@ def test_a_budget_on_the_drop_is_held_and_reported(dropped: ar.Conversion) -> No
 
 def test_what_is_chosen_is_fitted_as_it_was_measured(labelled: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """To each image once, where a form that is asked for by name is fitted to each several times."""
-    monkeypatch.setattr(fit, "FEW_IMAGES", 10)
     times: list[int] = []
     own = Workplace.of
     monkeypatch.setattr(Workplace, "of", lambda *args: times.append(args[3].times) or own(*args))
