@@ -43,7 +43,7 @@ from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Budget, Calibration, Execution
-from attnrewrite.selection.problem import requested
+from attnrewrite.selection.problem import Auto, requested
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
 
@@ -111,10 +111,9 @@ class Bench:
         Distillation(self.steps, rate=SCRATCH_RATE).run(given)
         return self.figures(given, time.perf_counter() - started)
 
-    def auto(self, candidates: str, max_drop: float, seed: int) -> tuple[Conversion, Evaluation, float, float]:
-        """A selection within `max_drop`: the conversion, what it does on the test images, points lost and seconds."""
+    def auto(self, asked: Variant | Auto, seed: int) -> tuple[Conversion, Evaluation, float, float]:
+        """What `asked` makes: the conversion, what it does on the test images, points lost and seconds."""
         started = time.perf_counter()
-        asked = requested("auto", budget=Budget(max_drop=max_drop, candidates=tuple(candidates.split(","))))
         done = convert_source(self.source, asked, Calibration(self.calibration, self.samples), Execution(seed))
         seconds = time.perf_counter() - started
         found = evaluate_modules(
@@ -140,14 +139,13 @@ def told(lost: list[float]) -> str:
     return f"{statistics.mean(lost):.1f}{spread}"
 
 
-def auto_rows(bench: Bench, candidates: str, max_drop: float, seeds: list[int]) -> None:
+def auto_rows(bench: Bench, sets: str, asked: Variant | Auto, max_drop: float, seeds: list[int]) -> None:
     """A table of its own: a line for each seed, as promises are kept one by one."""
     print(
-        f"\n| auto, {candidates}, at most {max_drop:g} | sites | cost | promised | lost | agreement | seconds |"
-        f"\n|{'-|' * 7}"
+        f"\n| auto, {sets}, at most {max_drop:g} | sites | cost | promised | lost | agreement | seconds |\n|{'-|' * 7}"
     )
     for seed in seeds:
-        done, found, lost, seconds = bench.auto(candidates, max_drop, seed)
+        done, found, lost, seconds = bench.auto(asked, seed)
         promise = done.report["selection"]["promise"]
         sites = f"{promise['replaced']} of {len(done.report['sites'])} | {promise['cost_ratio']:.3f}"
         bound = f"{promise['points']:.2f}, at most {promise['bound']:.2f}"
@@ -180,6 +178,12 @@ def parsed(rows: str) -> dict[str, Variant]:
     return {row: get_variant(*named(row)) for row in rows.split(";") if row}
 
 
+def selections(sets: str | None, max_drop: float) -> dict[str, Variant | Auto]:
+    """What sets of candidates divided by semicolons ask for."""
+    budgets = {each: Budget(max_drop, candidates=tuple(each.split(","))) for each in (sets or "").split(";") if each}
+    return {each: requested("auto", budget=budget) for each, budget in budgets.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source")
@@ -198,6 +202,7 @@ def main() -> None:
     parser.add_argument("--test-images", type=int, help="how many, drawn once; by default all")
     chosen = parser.parse_args()
     closed_form, rows = parsed(chosen.closed_form), parsed(chosen.rows)  # a wrong name is told now, not after hours
+    autos = selections(chosen.auto, chosen.max_drop)
     torch.set_num_threads(1)
     source = load_source(
         chosen.source, checkpoint=chosen.checkpoint, input_size=chosen.input_size, mean=chosen.mean, std=chosen.std
@@ -214,8 +219,8 @@ def main() -> None:
     stage_rows(bench, rows, (*closed, Reconstruction(chosen.steps), Distillation(chosen.steps)), seeds)
     if chosen.floor:
         floor_row(bench, seeds)
-    for candidates in filter(None, (chosen.auto or "").split(";")):
-        auto_rows(bench, candidates, chosen.max_drop, seeds)
+    for each, asked in autos.items():
+        auto_rows(bench, each, asked, chosen.max_drop, seeds)
     print(f"\n{len(test)} test images, {chosen.samples} for calibration, {chosen.steps} steps; {environment(1)}")
 
 
