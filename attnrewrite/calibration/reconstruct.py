@@ -62,7 +62,7 @@ class Reconstruction:
         key = training_key(given, self)
         found = checkpoint(given, self.name, key) or {"windows": 0, "student": tensors}
         student.load_state_dict(found["student"])
-        fit, notes = Fit(forms=False, name=self.name), []
+        fit, notes = Fit(forms=False, name=self.name), list(found.get("notes", ()))
         passed = 0  # the position behind the last point's stream
         followed = dict(zip((point.name for point in points), points[1:], strict=False))
         with work.opened() as (teacher, own, weights):
@@ -80,7 +80,8 @@ class Reconstruction:
                     passed = own.order[point.stream] + 1
                     fit.fit_point(point, followed.get(point.name), teacher, own, weights)
                 if given.processes.rank == 0:
-                    given.state.save(self.name, key, {"windows": number + 1, "student": student.state_dict()})
+                    reached = {"windows": number + 1, "student": student.state_dict(), "notes": notes}
+                    given.state.save(self.name, key, reached)
         after = distance(given)
         if after.loss <= before.loss:
             return StageResult(after, tuple(notes))

@@ -193,6 +193,25 @@ def test_interrupted_anywhere_it_ends_in_the_same_bits(
     assert done[0] == at // 20 * 20 + 1
 
 
+@pytest.mark.usefixtures("small_batches")
+def test_what_was_not_trained_is_told_behind_an_interruption(tmp_path: Path) -> None:
+    stage = Reconstruction(steps=3, blocks=1, rate=100.0)  # which makes every block worse
+
+    def stop(what: str, step: int, total: int) -> None:
+        if step == 4:
+            raise Killed
+
+    given = [calibration("pre-norm", get_variant("l1")) for _ in range(3)]
+    whole = stage.run(given[0])
+    assert [note.split(":")[0] for note in whole.notes] == 2 * ["not trained, as that made it worse"]
+    with pytest.raises(Killed):
+        stage.run(
+            replace(calibration("pre-norm", get_variant("l1")), execution=Execution(progress=stop, state=tmp_path))
+        )
+    again = stage.run(replace(calibration("pre-norm", get_variant("l1")), execution=Execution(state=tmp_path)))
+    assert again.notes == whole.notes
+
+
 @pytest.mark.parametrize("changed", ["images", "held_out"])
 def test_an_interrupted_run_is_not_taken_up_with_other_images(changed: str, tmp_path: Path) -> None:
     stage, steps = Reconstruction(steps=20), []
