@@ -1,6 +1,8 @@
 """Where the activations of many images wait between the pieces of a network: in memory, or in temporary files."""
 
+import fcntl
 import logging
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +19,10 @@ from torch import Tensor
 
 from attnrewrite.errors import InputError
 from attnrewrite.resources import format_bytes, free_disk
+
+PREFIX, IN_USE = "attnrewrite-", "in-use"  # a temporary folder's name, and the file in it that its process has locked
+
+log = logging.getLogger("attnrewrite")
 
 _spilled: ContextVar["Spilled | None"] = ContextVar("spilled", default=None)
 
@@ -95,10 +101,12 @@ class Pages:
 
 
 class OnDisk:
-    """A temporary folder, a file for each batch."""
+    """A temporary folder, a file for each batch; locked, so that what a process left that was killed is known."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="attnrewrite-")
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)
+        self._in_use = (Path(self._folder.name) / IN_USE).open("w")
+        fcntl.flock(self._in_use, fcntl.LOCK_EX)
 
     def put(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         held: dict[str, Tensor] = {}
@@ -115,23 +123,39 @@ class OnDisk:
 
     def close(self) -> None:
         self._folder.cleanup()
+        self._in_use.close()
 
     def _file(self, index: int) -> Path:
         return Path(self._folder.name) / f"{index}.safetensors"
 
 
 def require_disk(what: str, needed: int) -> None:
-    """Say that `needed` bytes go to temporary files. Raises InputError where there is no room for them."""
+    """Say that `needed` bytes go to temporary files, of which those are removed that killed processes left. Raises
+    InputError where there is no room for them.
+    """
     folder = Path(tempfile.gettempdir())
+    for left in folder.glob(f"{PREFIX}*"):
+        _remove_unused(left)
     free = free_disk(folder)
     if needed > free:
         raise InputError(
             f"{what}: the images' activations take {format_bytes(needed)} in temporary files, and {folder} has "
             f"{format_bytes(free)} left: give fewer images (--samples), more --memory, or set TMPDIR to another disk"
         )
-    logging.getLogger("attnrewrite").warning(
+    log.warning(
         "%s: the images' activations are kept in temporary files, up to %s in %s", what, format_bytes(needed), folder
     )
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a folder whose process has died; one that is another user's, or no such folder, is left alone."""
+    try:
+        with (folder / IN_USE).open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+    except OSError:
+        return
+    log.warning("%s, which a run that was killed had left, is removed", folder)
 
 
 def _own(tensor: Tensor) -> Tensor:
