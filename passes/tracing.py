@@ -1,9 +1,8 @@
 """torch's exports and decompositions, without what torch notes of where each node came from.
 
 Nothing here reads it, and it would go into the files that are written (what a program that is given says of its nodes
-stays). A node's history holds that of the node it was
-made from, copied whole: after a few traces, hundreds of objects a node. The lines of code that made it are a sixth of
-the time of an export.
+stays). A node's history holds that of the node it was made from, copied whole: after a few traces, hundreds of objects
+a node. The lines of code that made it are a sixth of the time of an export.
 """
 
 from collections.abc import Callable, Iterator, Mapping
