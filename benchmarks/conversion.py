@@ -139,11 +139,9 @@ def told(lost: list[float]) -> str:
     return f"{statistics.mean(lost):.1f}{spread}"
 
 
-def auto_rows(bench: Bench, sets: str, asked: Variant | Auto, max_drop: float, seeds: list[int]) -> None:
+def auto_rows(bench: Bench, row: str, asked: Variant | Auto, seeds: list[int]) -> None:
     """A table of its own: a line for each seed, as promises are kept one by one."""
-    print(
-        f"\n| auto, {sets}, at most {max_drop:g} | sites | cost | promised | lost | agreement | seconds |\n|{'-|' * 7}"
-    )
+    print(f"\n| {row} | sites | cost | promised | lost | agreement | seconds |\n|{'-|' * 7}")
     for seed in seeds:
         done, found, lost, seconds = bench.auto(asked, seed)
         promise = done.report["selection"]["promise"]
@@ -179,9 +177,12 @@ def parsed(rows: str) -> dict[str, Variant]:
 
 
 def selections(sets: str | None, max_drop: float) -> dict[str, Variant | Auto]:
-    """What sets of candidates divided by semicolons ask for."""
-    budgets = {each: Budget(max_drop, candidates=tuple(each.split(","))) for each in (sets or "").split(";") if each}
-    return {each: requested("auto", budget=budget) for each, budget in budgets.items()}
+    """What sets of candidates divided by semicolons ask for, by what their rows are called."""
+    return {
+        f"auto, {each}, at most {max_drop:g}": requested("auto", budget=Budget(max_drop, candidates=each.split(",")))
+        for each in (sets or "").split(";")
+        if each
+    }
 
 
 def main() -> None:
@@ -219,8 +220,8 @@ def main() -> None:
     stage_rows(bench, rows, (*closed, Reconstruction(chosen.steps), Distillation(chosen.steps)), seeds)
     if chosen.floor:
         floor_row(bench, seeds)
-    for each, asked in autos.items():
-        auto_rows(bench, each, asked, chosen.max_drop, seeds)
+    for row, asked in autos.items():
+        auto_rows(bench, row, asked, seeds)
     print(f"\n{len(test)} test images, {chosen.samples} for calibration, {chosen.steps} steps; {environment(1)}")
 
 

@@ -2,7 +2,7 @@
 
 Nothing here reads it, and it would go into the files that are written (what a program that is given says of its nodes
 stays). A node's history holds that of the node it was made from, copied whole: after a few traces, hundreds of objects
-a node. The lines of code that made it are a sixth of the time of an export.
+a node; finding the lines of code that made it is a tenth to a fifth of DeiT-Tiny's export (benchmarks/README.md).
 """
 
 from collections.abc import Callable, Iterator, Mapping

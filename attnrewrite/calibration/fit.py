@@ -30,7 +30,7 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 REFINED_TOKENS = 32_768  # of a site, that its form's own constants are refined with
 ENOUGH_TOKENS = 327_680  # of a site: pictures that have fewer in all come several times, changed,
 MOST_TIMES = 5  # but no more often, and once where a picture has more than
-SMALL_TOKENS = 128  # as every further time costs what fitting to all pictures does
+SMALL_TOKENS = 128  # of them, as every further time costs what fitting to all pictures does
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
@@ -20,9 +20,10 @@ from torch import Tensor
 from attnrewrite.errors import InputError
 from attnrewrite.resources import format_bytes, free_disk
 
-PREFIX, IN_USE = "attnrewrite-", "in-use"  # a temporary folder's name, and the file in it that its process has locked
-
 log = logging.getLogger("attnrewrite")
+
+PREFIX = "attnrewrite-"  # of a temporary folder's name
+IN_USE = "in-use"  # the file in it that its process has locked
 
 _spilled: ContextVar["Spilled | None"] = ContextVar("spilled", default=None)
 
@@ -105,8 +106,11 @@ class OnDisk:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)
-        self._in_use = (Path(self._folder.name) / IN_USE).open("w")
-        fcntl.flock(self._in_use, fcntl.LOCK_EX)
+        unlocked = Path(self._folder.name) / "unlocked"
+        self._in_use = unlocked.open("w")
+        with suppress(OSError):  # some file systems have no locks: what is left there is nobody's to remove
+            fcntl.flock(self._in_use, fcntl.LOCK_EX)
+        unlocked.rename(unlocked.with_name(IN_USE))  # locked before others know it
 
     def put(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         held: dict[str, Tensor] = {}
@@ -148,7 +152,7 @@ def require_disk(what: str, needed: int) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder whose process has died; one that is another user's, or no such folder, is left alone."""
+    """Remove a folder whose process has died. One in use, of another user or of another kind is left alone."""
     try:
         with (folder / IN_USE).open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

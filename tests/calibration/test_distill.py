@@ -205,10 +205,8 @@ def test_what_was_not_trained_is_told_behind_an_interruption(tmp_path: Path) -> 
     whole = stage.run(given[0])
     assert [note.split(":")[0] for note in whole.notes] == 2 * ["not trained, as that made it worse"]
     with pytest.raises(Killed):
-        stage.run(
-            replace(calibration("pre-norm", get_variant("l1")), execution=Execution(progress=stop, state=tmp_path))
-        )
-    again = stage.run(replace(calibration("pre-norm", get_variant("l1")), execution=Execution(state=tmp_path)))
+        stage.run(replace(given[1], execution=Execution(progress=stop, state=tmp_path)))
+    again = stage.run(replace(given[2], execution=Execution(state=tmp_path)))
     assert again.notes == whole.notes
 
 
