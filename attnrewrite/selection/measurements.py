@@ -139,9 +139,16 @@ class Measurements:
         loss = self.meter.of_images(seen[every]).loss(logits[torch.from_numpy(every)])
         return replace(loss, images=len(seen))
 
+    def _at_least(self, seen: np.ndarray, logits: Tensor) -> Loss:
+        """What is lost if the images that were not measured lose nothing."""
+        every = self.meter.original.clone()
+        every[torch.from_numpy(seen)] = logits.to(every)
+        return self.meter.loss(every)
+
     def loss(self, standing: Mapping[str, Variant]) -> Loss:
         """What the model loses with these variants at its sites, every image measured by a model not fitted to it; on a
-        part of the images, and as if all were like those, where that is more than --max-drop allows.
+        part of the images, and as if all were like those, where that is more than --max-drop allows even if the others
+        lose nothing.
         """
         everywhere, budget = {**self._softmax, **standing}, self.auto.budget.max_drop
 
@@ -149,10 +156,9 @@ class Measurements:
             seen, logits = np.zeros(0, int), self.meter.original[:0]
             for numbers, found in self._cross_fit.outputs(everywhere):
                 seen, logits = np.concatenate([seen, numbers]), torch.cat([logits, found])
-                loss = self._as_if_all(seen, logits)
-                if budget is not None and loss.bound > budget:
+                if budget is not None and self._at_least(seen, logits).bound > budget:
                     break
-            return asdict(loss)
+            return asdict(self._as_if_all(seen, logits))
 
         return Loss(**self._kept(f"loss of {self._described(standing)}", measure))
 

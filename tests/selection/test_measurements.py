@@ -13,11 +13,12 @@ from attnrewrite.selection.measurements import Measurements
 from attnrewrite.selection.problem import Auto
 
 
-def lost(max_drop: float, monkeypatch: pytest.MonkeyPatch, count: int) -> Loss:
-    """Of a model that is wrong more often than the original's chances tell, alike in both folds."""
+def lost(max_drop: float, monkeypatch: pytest.MonkeyPatch, count: int, alike: bool = True) -> Loss:
+    """Of a model that is wrong more often than the original's chances tell, in both folds or in the first alone."""
     pair = torch.arange(count) // 2
     original = torch.tensor([[0.5, 0.49, 0.01]]).log().double().repeat(count, 1)
-    given = torch.where((pair % 20 == 0)[:, None], original.roll(1, 1), original)
+    wrong = (pair % 20 == 0) & (torch.tensor(alike) | (torch.arange(count) % 2 == 0))
+    given = torch.where(wrong[:, None], original.roll(1, 1), original)
     auto = Auto(Budget(max_drop=max_drop), ())
     extraction: Any = SimpleNamespace(sites=(), name="model")
     images: Any = SimpleNamespace(images=range(count))
@@ -32,12 +33,19 @@ def lost(max_drop: float, monkeypatch: pytest.MonkeyPatch, count: int) -> Loss:
 
 @pytest.mark.parametrize("count", [400, 401])
 def test_what_was_stopped_early_is_never_within_the_budget(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A half alone is bounded lower than both would be, where the count decides: the bound that stopped it is kept."""
+    """The first half stops it where the other could lose nothing and all would still lose too much."""
     whole = lost(99.0, monkeypatch, count)
     assert whole.images == count
-    early = lost(whole.bound - 0.1, monkeypatch, count)
+    early = lost(whole.bound / 4, monkeypatch, count)
     assert early.images == (count + 1) // 2
     assert (early.bound, early.points) == (pytest.approx(whole.bound, abs=0.05), pytest.approx(whole.points, rel=0.05))
-    for budget in np.linspace(0.5, 1.5, 21) * whole.bound:
+    for budget in np.linspace(0.1, 1.5, 29) * whole.bound:
         loss = lost(float(budget), monkeypatch, count)
-        assert (loss.bound <= budget) == (loss.images == count)
+        assert loss == whole if loss.images == count else loss.bound > budget
+
+
+def test_an_unlucky_half_is_not_taken_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half alone would be too much, both together are not: they are measured, and hold."""
+    whole = lost(99.0, monkeypatch, 400, alike=False)
+    assert whole.bound < lost(99.0, monkeypatch, 400).bound
+    assert lost(whole.bound, monkeypatch, 400, alike=False) == whole
