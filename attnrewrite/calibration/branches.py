@@ -298,18 +298,16 @@ def _varying(module: GraphModule) -> set[Node]:
 
 def _map_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None] | None:
     """The weight and bias of a linear node: parameters that nothing else reads, or views of them made right before it,
-    as of ONNX's [inputs, outputs], so that no cut lies between.
+    as of ONNX's [inputs, outputs], so that no cut lies between. No bias where it has none of its own: files store
+    biases of zeros once for all.
     """
     if _operation(node) not in {"linear", "conv2d"}:
         return None
     views = set(takewhile(_moves_alone, _backwards(node.prev)))
-    found = [_parameter(module, argument, views) for argument in node.args[1:3] if argument is not None]
-    tensors = [tensor for tensor in found if tensor is not None]
-    if len(tensors) < len(found):  # made of what a file stores otherwise
+    weight, bias = (_parameter(module, argument, views) for argument in (*node.args[1:3], None)[:2])
+    if weight is None or (_operation(node) == "conv2d" and not _one_pixel(node, weight)):
         return None
-    if _operation(node) == "conv2d" and not _one_pixel(node, tensors[0]):
-        return None
-    return tensors[0], tensors[1] if len(tensors) > 1 else None
+    return weight, bias
 
 
 def _parameter(module: GraphModule, node: object, views: Collection[Node]) -> Tensor | None:

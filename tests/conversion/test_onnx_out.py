@@ -123,6 +123,29 @@ def test_maps_of_a_file_are_fitted_and_written(tmp_path: Path) -> None:
         np.testing.assert_allclose(run(after, images[:1].numpy())[0], done.module(images[:1]), rtol=1e-4, atol=1e-5)
 
 
+class Alike(Block):
+    """A normalisation whose shift is the MLP's last bias, as far as its numbers go: exporters store both once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shifted = nn.LayerNorm(32)
+        shifted.bias = nn.Parameter(self.narrow.bias.detach().clone())
+        self.head = nn.Sequential(shifted, nn.Linear(32, 5))
+
+
+def test_what_a_file_stores_once_for_two_readers_is_not_fitted_for_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    images = torch.rand(64, *IMAGE[1:])
+    torch.onnx.export(Alike().eval(), (images[:1],), tmp_path / "alike.onnx", dynamo=False)
+    stored = ir.load(tmp_path / "alike.onnx").graph
+    assert [node.inputs[0].name for node in stored if node.op_type == "Identity"] == ["narrow.bias"]
+    done = ar.convert(tmp_path / "alike.onnx", variant="l1", calibration=[images])
+    assert [tensor.dim() for tensor in done.plan.parameters.values()] == [2]  # the weight, which is its own
+    after = ir.load(done.save(tmp_path / "out") / "model.onnx")
+    with torch.no_grad():
+        np.testing.assert_allclose(run(after, images[:1].numpy())[0], done.module(images[:1]), rtol=1e-4, atol=1e-5)
+
+
 class Pixels(nn.Module):
     """A transformer that takes bytes, channels last, and normalises them itself: [B, 16, 16, 3] -> [B, 5]."""
 

@@ -96,6 +96,7 @@ class _Importer:
         self._made: dict[str, Node] = {}
         self._batch: Node | None = None
         self._projected: set[str] = set()
+        self._folded = frozenset(node for node in view.prepared.model.graph if self._folds(node))
 
     def run(self) -> GraphModule:
         model = self.view.prepared.model
@@ -103,7 +104,7 @@ class _Importer:
             self._made[str(value.name)] = self.graph.placeholder(f"input_{place}")
         self._size_of_batch()
         for node in model.graph:
-            if not self._folds(node):
+            if node not in self._folded:
                 self._translate(node)
         results = tuple(self._result(str(value.name)) for value in model.graph.outputs)
         self.graph.output(results[0] if len(results) == 1 else results)
@@ -172,14 +173,17 @@ class _Importer:
         return call.emit(torch.reshape, made, size)
 
     def _stored(self, name: str) -> Node:
-        """A constant as a parameter of the module, where the file could store another in its place, or as a buffer."""
+        """A constant as a parameter of the module, where the file could store another in its place, else as a buffer.
+        Another would change the constants that are made of it: exporters store equal tensors once, behind an Identity.
+        """
         own = attribute_name(name)
         array = self.view.constant(name)
         tensor = torch.from_numpy(np.array(array, copy=True))
         wanted = torch_dtype(self.view.dtype(name))
         tensor = tensor.to(wanted) if tensor.dtype != wanted else tensor
-        stored = name in self.view.prepared.model.graph.initializers
-        if tensor.is_floating_point() and tensor.dim() and stored:
+        value = self.view.prepared.model.graph.initializers.get(name)
+        own_alone = value is not None and not any(reader in self._folded for reader, _ in value.uses())
+        if tensor.is_floating_point() and tensor.dim() and own_alone:
             self.root.register_parameter(own, nn.Parameter(tensor))
         else:
             self.root.register_buffer(own, tensor)
