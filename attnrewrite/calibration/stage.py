@@ -16,7 +16,6 @@ from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.resume import State
 from attnrewrite.calibration.room import sized
 from attnrewrite.images.pool import Pool
-from attnrewrite.patterns.answers import are_logits
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.request import Execution
 
@@ -50,8 +49,7 @@ class StageInput:
         """
         if self.wanted.dim() != 2 or self.wanted.shape[1] < 2:
             return False
-        graph = FxGraph(self.original)
-        return self.images.images.class_count == self.wanted.shape[1] or are_logits(graph, graph.answer)
+        return self.images.images.class_count == self.wanted.shape[1] or FxGraph(self.original).gives_logits
 
     @cached_property
     def measuring(self) -> Pool:

@@ -11,6 +11,7 @@ from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.cuts import Cuts
 from attnrewrite.calibration.importance import DRAWS, Blocks, Importance, importance
 from attnrewrite.calibration.points import Point
+from attnrewrite.calibration.processes import fast_products
 from attnrewrite.calibration.room import has_room_for, power_of_two, room, sized
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput
@@ -98,9 +99,10 @@ class Workplace:
 
     @contextmanager
     def opened(self) -> Iterator[tuple[Segments, Segments, Importance]]:
-        """Teacher and student at their beginnings, and what each token counts."""
+        """Teacher and student at their beginnings, and what each token counts; products are fast meanwhile."""
         given, processes = self.given, self.given.processes
         with (
+            fast_products(),
             closing(self.store()) as energy,
             Segments(given.teacher, self.images, processes, self.store()) as teacher,
             Segments(given.student, self.images, processes, self.store(), self.holds) as student,

@@ -121,6 +121,16 @@ def test_the_network_goes_forwards_once_where_there_is_room_and_by_blocks_where_
     assert (*found, trained.pieces) == (1, None, None)
 
 
+def test_products_on_a_gpu_are_fast_while_a_fit_is_at_work_and_as_they_were_behind_it() -> None:
+    given = calibration("pre-norm", get_variant("l1"))
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    with Workplace.of("fit", given, fit_points(given.student)).opened():
+        meanwhile = products.fp32_precision
+    assert before != meanwhile == "tf32"
+    assert products.fp32_precision == before
+
+
 def test_what_goes_to_disk_is_announced_and_there_must_be_room(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
