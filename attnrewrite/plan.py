@@ -38,7 +38,7 @@ class Placement:
     n_queries: int
     n_keys: int
     fingerprint: str | None
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     members: tuple[str, ...] = ()
 
     @staticmethod
@@ -53,7 +53,7 @@ class Plan:
 
     model: str
     placements: tuple[Placement, ...]
-    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ ONNX_FILE = "model.onnx"
 PAGE_FILE = "report.html"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Conversion:
     """A converted model, and `original`, the captured graph that it came from.
 
@@ -52,6 +53,12 @@ class Conversion:
     preprocessing: Preprocessing | None
     origin: Origin | None
     code: str | None = None
+
+    def __repr__(self) -> str:
+        """One line, as its parts are whole models."""
+        forms = Counter(placement.variant.name for placement in self.plan.placements)
+        told = ", ".join(f"{form} at {count}" for form, count in forms.items()) or "no form at any"
+        return f"<Conversion of {self.plan.model}: {told} of {len(self.report['sites'])} sites>"
 
     def export(self) -> ExportedProgram:
         """The converted model as it is deployed, as an exported program that was checked against it.

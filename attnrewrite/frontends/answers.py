@@ -6,7 +6,6 @@ from attnrewrite.errors import InputError
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images
-from attnrewrite.patterns.answers import are_logits
 from attnrewrite.patterns.fx.graph import FxGraph
 
 
@@ -20,8 +19,7 @@ def says_classes(source: Source, images: Images) -> bool:
         captured = capture(source.name, source.model or source.program, source.example_inputs)  # type: ignore[arg-type]
     except InputError:
         return True
-    graph = FxGraph(captured.module)
-    if are_logits(graph, graph.answer):
+    if FxGraph(captured.module).gives_logits:
         return True
     logging.getLogger("attnrewrite").warning(
         "no agreement: the output of %s is taken for an embedding, as no linear map with a bias gives it; give images "

@@ -17,7 +17,6 @@ from attnrewrite.errors import InputError
 from attnrewrite.evaluation.accuracy import check_classes
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.verify import rewritten_sites
-from attnrewrite.patterns.answers import are_logits
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.request import Execution
 from attnrewrite.selection.costs import Costs, Timer, estimated, measured, priced, timer_of
@@ -58,8 +57,8 @@ class Measurements:
                 f"--variant auto measures how often the class changes, and the output of {self.extraction.name} is "
                 f"{list(logits.shape)}: it needs a classifier, [images, classes]; choose a variant by name"
             )
-        labels, graph = self.images.images.y, FxGraph(self.extraction.original)
-        if labels is None and not are_logits(graph, graph.answer):
+        labels = self.images.images.y
+        if labels is None and not FxGraph(self.extraction.original).gives_logits:
             raise InputError(
                 f"--variant auto measures how often the class changes, and the output of {self.extraction.name}, "
                 f"{list(logits.shape)}, is taken for an embedding, as no linear map with a bias gives it: choose a "

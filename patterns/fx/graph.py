@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import InputError
+from attnrewrite.patterns.answers import are_logits
 from attnrewrite.patterns.fx.normalise import normalise
 from attnrewrite.patterns.fx.operators import FACTORIES, draws_numbers, module_path, operator_name
 from attnrewrite.patterns.graph import Operation
@@ -43,6 +44,11 @@ class FxGraph:
         """The first tensor that the graph gives: the logits, of a classifier."""
         (output,) = (node for node in self._nodes.values() if node.op == "output")
         return next(node.name for node in output.all_input_nodes if isinstance(node.meta.get("val"), Tensor))
+
+    @cached_property
+    def gives_logits(self) -> bool:
+        """Whether `answer` is of classes, and no features."""
+        return are_logits(self, self.answer)
 
     def node(self, value: str) -> Node:
         return self._nodes[value]

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnrewrite.frontends.capture import capture
-from attnrewrite.patterns.answers import are_logits
 from attnrewrite.patterns.fx.graph import FxGraph
 
 WIDTH, CLASSES = 8, 5
@@ -68,8 +67,7 @@ EMBEDDINGS: dict[str, Callable[[Model, Tensor], object]] = {
 
 def found(head: Callable[[Model, Tensor], object]) -> bool:
     torch.manual_seed(0)
-    graph = FxGraph(capture("model", Model(head).eval(), (torch.randn(2, 4, WIDTH),)).module)
-    return are_logits(graph, graph.answer)
+    return FxGraph(capture("model", Model(head).eval(), (torch.randn(2, 4, WIDTH),)).module).gives_logits
 
 
 @pytest.mark.parametrize("spelling", LOGITS)
