@@ -49,11 +49,15 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """Placements in graph order, and the parameters outside the sites that calibration refitted, by their names."""
+    """Placements in graph order, and the parameters outside the sites that calibration refitted, by their names.
+
+    `replaced` has a sketch of what each of those was: other files of the model store it under other names.
+    """
 
     model: str
     placements: tuple[Placement, ...]
     parameters: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    replaced: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
@@ -72,6 +76,7 @@ class Plan:
                 )
                 for p in self.placements
             ],
+            replaced=dict(self.replaced),
         )  # fmt: skip
         tensors = {f"sites.{p.site}.{name}": tensor for p in self.placements for name, tensor in p.weights.items()}
         tensors |= {f"parameters.{name}": tensor for name, tensor in self.parameters.items()}
@@ -103,7 +108,7 @@ class Plan:
             )
             for entry in document.placements
         )  # fmt: skip
-        return Plan(document.model, placements, _under(tensors, "parameters."))
+        return Plan(document.model, placements, _under(tensors, "parameters."), document.replaced)
 
 
 def misfit(plan: Plan, scan: Scan) -> Refusal | None:
@@ -165,6 +170,7 @@ class _Document(BaseModel):
     model: str
     placements: list[_Entry]
     weights_sha256: str | None = None  # version 0.1.0 wrote none
+    replaced: dict[str, Annotated[str, Field(pattern=FINGERPRINT)]] = {}  # nor these
 
 
 def _read_document(path: Path) -> _Document:

@@ -37,13 +37,18 @@ def fingerprint(graph: GraphView, projections: tuple[Projection | OutputProjecti
             continue  # what lies between an output and its map, and behind it, exporters fold in their own ways
         read = output_weights if isinstance(projection, OutputProjection) else projection_weights
         weight, _ = read(graph, projection)  # type: ignore[arg-type]
-        numbers = ",".join(f"{number:.5g}" for number in _sketch(weight))
-        parts.append(f"{role}{'x'.join(map(str, weight.shape))}:{numbers}")
+        parts.append(sketch(weight, role))
     return ";".join(parts) if parts else None
 
 
+def sketch(weight: np.ndarray, role: str = "w") -> str:
+    """What identifies one tensor, as a part of a fingerprint: its role, its shape, its norm and random combinations."""
+    numbers = ",".join(f"{number:.5g}" for number in _sketched(weight))
+    return f"{role}{'x'.join(map(str, weight.shape))}:{numbers}"
+
+
 _NUMBER = r"-?\d+(\.\d+)?(e[+-]\d+)?"
-_PART = rf"[qkvo]\d+(x\d+)*:{_NUMBER}(,{_NUMBER})*"
+_PART = rf"[qkvow]\d+(x\d+)*:{_NUMBER}(,{_NUMBER})*"
 FINGERPRINT = rf"^{_PART}(;{_PART})*$"  # what `fingerprint` writes
 _SAME = 1e-3  # beyond the rounding of half precision, below what any training step leaves of a weight
 
@@ -85,7 +90,7 @@ def named_after(found: Scan, own: Scan | None) -> Scan:
 _BUCKETS = 1024
 
 
-def _sketch(weight: np.ndarray, combinations: int = 6) -> list[float]:
+def _sketched(weight: np.ndarray, combinations: int = 6) -> list[float]:
     """The norm, and combinations of the elements with random signs over the norm; folded into buckets first."""
     flat = weight.astype(np.float64).reshape(-1)
     norm = float(np.sqrt(np.square(flat).sum()))  # by no BLAS, whose threads take longer to meet on a busy machine

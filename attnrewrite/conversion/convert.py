@@ -38,7 +38,7 @@ from attnrewrite.passes.site_module import written_value
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned
-from attnrewrite.patterns.weights import named_after
+from attnrewrite.patterns.weights import named_after, sketch
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Calibration, Execution
 from attnrewrite.selection.problem import Auto
@@ -231,4 +231,5 @@ def final_plan(found: Scan, standing: Mapping[str, Variant], student: GraphModul
         for name, tensor in student.state_dict().items()
         if not name.startswith(inside) and name in before and not torch.equal(tensor, before[name])
     }
-    return Plan(found.model, placements, changed)
+    replaced = {name: sketch(before[name].numpy()) for name, tensor in changed.items() if tensor.dim()}
+    return Plan(found.model, placements, changed, replaced)

@@ -1,7 +1,6 @@
 """The FX pass: each placement of a plan becomes one module call inside the graph."""
 
 import copy
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -9,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from attnrewrite.errors import InputError, Refusal
+from attnrewrite.errors import Refusal
 from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.by_plan import PlanPass, Precision, SiteEdit, place, tell_of_nothing_found
 from attnrewrite.passes.copying import quiet_copying
 from attnrewrite.passes.fx.cleanup import CleanUp
 from attnrewrite.passes.fx.join_heads import with_joined_heads
 from attnrewrite.passes.fx.relu_for_gelu import ReluForGelu
+from attnrewrite.passes.refitted import located
 from attnrewrite.passes.site_module import SiteModule, written_value
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned, scan
@@ -61,7 +61,7 @@ class FxRewrite(PlanPass[GraphModule, FxGraph]):
             if site.id in placements
         ]
         result, edits = swapped(graph, replacements)
-        changed = _set_parameters(result, self.plan.parameters)
+        changed = _set_parameters(result, self.plan)
         return PassResult(result, (*edits, *changed, *self._followed_up(result, edits)))
 
     def ensures(self, before: GraphModule, result: PassResult[GraphModule]) -> Refusal | None:
@@ -181,19 +181,14 @@ def _own_parameters(module: GraphModule) -> None:
         setattr(holder, attribute, copies[id(tensor)])
 
 
-def _set_parameters(module: GraphModule, parameters: Mapping[str, Tensor]) -> tuple[Edit, ...]:
+def _set_parameters(module: GraphModule, plan: Plan) -> tuple[Edit, ...]:
     """Store what the plan refitted outside the sites."""
-    for name, tensor in parameters.items():
-        try:
-            target = operator.attrgetter(name)(module)
-        except AttributeError as error:
-            raise InputError(
-                f"the plan refits {name}, which the model does not have; apply it to the model it was made from"
-            ) from error
-        if target.shape != tensor.shape:
-            raise InputError(
-                f"the plan refits {name} of shape {tuple(tensor.shape)}, the model has {tuple(target.shape)}"
-            )
-        with torch.no_grad():
-            target.copy_(tensor)
-    return tuple(Edit(name, name) for name in parameters)
+    parameters, buffers = (each(remove_duplicate=False) for each in (module.named_parameters, module.named_buffers))
+    stored = dict((*parameters, *buffers))
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    done: list[Edit] = []
+    with torch.no_grad():
+        for _, own, tensor in located(plan, shapes, lambda each: stored[each].detach().float().cpu().numpy()):
+            stored[own].copy_(tensor)
+            done.append(Edit(own, own))
+    return tuple(done)

@@ -15,6 +15,7 @@ from attnrewrite.passes.onnx.ir_pass import IrPass
 from attnrewrite.passes.onnx.join_heads import with_joined_heads
 from attnrewrite.passes.onnx.relu_for_gelu import ReluForGelu
 from attnrewrite.passes.onnx.splice import put_in
+from attnrewrite.passes.refitted import located
 from attnrewrite.passes.site_module import SiteModule, written_value
 from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
@@ -79,8 +80,8 @@ class ModelRewrite(PlanPass[ir.Model, OnnxGraph]):
         for module in modules:
             module.deploy()
         result = inlined(graph) if graph.functions else graph.clone()
-        changed = _set_parameters(result, plan)
         edits = spliced(result, known.graph, [(sites[module.site_id], module) for module in modules])
+        changed = _set_parameters(result, plan)
         return PassResult(result, (*edits, *changed, *_followed_up(result, plan, edits)))
 
     def ensures(self, before: ir.Model, result: PassResult[ir.Model]) -> Refusal | None:
@@ -134,15 +135,17 @@ def _precision(graph: OnnxGraph) -> Precision:
 
 def _set_parameters(model: ir.Model, plan: Plan) -> tuple[Edit, ...]:
     """Store what the plan refitted outside the sites."""
-    imported = {attribute_name(name): name for name in model.graph.initializers}
-    for name, tensor in plan.parameters.items():
-        value = model.graph.initializers.get(name if name in model.graph.initializers else imported.get(name, name))
-        if value is None or value.const_value is None:
+    known = model.graph.initializers.items()
+    stored = {name: value.const_value for name, value in known if value.const_value is not None}
+    imported = {attribute_name(name): name for name in stored}
+    shapes = {name: tuple(tensor.shape.numpy()) for name, tensor in stored.items()}
+    done: list[Edit] = []
+    for name, own, tensor in located(plan, shapes, lambda each: stored[each].numpy(), imported):
+        value = model.graph.initializers[own]
+        if name not in imported and len(value.uses()) > 1:
             raise InputError(
-                f"the plan refits {name}, which the model does not store; apply it to the model it was made from"
+                f"the plan refits {name}, and the file stores {own} once for several readers; convert the file itself"
             )
-        shape, wanted = tuple(value.const_value.shape), tuple(tensor.shape)
-        if shape != wanted:
-            raise InputError(f"the plan refits {name} of shape {wanted}, the model has {shape}")
-        value.const_value = ir.tensor(tensor.detach().cpu().numpy(), name=value.name)
-    return tuple(Edit(name, name) for name in plan.parameters)
+        value.const_value = ir.tensor(tensor.detach().cpu().contiguous().numpy(), name=own)
+        done.append(Edit(own, own))
+    return tuple(done)

@@ -16,7 +16,11 @@ from torch import nn
 
 import attnrewrite as ar
 from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.frontends.capture import capture
+from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.onnx.diff import difference
+from attnrewrite.passes.onnx.rewrite import OnnxRewrite
+from attnrewrite.plan import Plan
 
 _ATTENDS = {
     "MatMul",
@@ -121,6 +125,39 @@ def test_maps_of_a_file_are_fitted_and_written(tmp_path: Path) -> None:
     after = ir.load(done.save(tmp_path / "out") / "model.onnx")
     with torch.no_grad():
         np.testing.assert_allclose(run(after, images[:1].numpy())[0], done.module(images[:1]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_what_was_fitted_in_torch_is_found_in_the_export_and_back(dynamo: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    images, model = torch.rand(64, *IMAGE[1:]), Block().eval()
+    torch.onnx.export(model, (images[:1],), tmp_path / "block.onnx", dynamo=dynamo, external_data=False)
+    file, graph = ir.load(tmp_path / "block.onnx"), capture("block", model, (images[:1],)).module
+    in_torch, in_onnx = (
+        ar.convert(*source, variant="l1", calibration=[images])
+        for source in ((model, images[:1]), (tmp_path / "block.onnx",))
+    )
+    assert not {*in_torch.plan.parameters} & {*file.graph.initializers} - {"narrow.bias"}, "weights have other names"
+    in_torch.plan.save(tmp_path)
+    written, _ = OnnxRewrite(Plan.load(tmp_path)).apply(file)
+    with torch.no_grad():
+        np.testing.assert_allclose(run(written, images[:1].numpy())[0], in_torch.module(images[:1]), rtol=0, atol=2e-6)
+        torch.testing.assert_close(FxRewrite(in_onnx.plan)(graph)(images), in_onnx.module(images), rtol=0, atol=2e-6)
+        assert float((in_onnx.module(images) - model(images)).abs().max()) > 1e-4
+
+
+def test_what_was_fitted_is_refused_where_a_file_does_not_tell_it_apart(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    images, model = torch.rand(64, *IMAGE[1:]), Alike().eval()
+    torch.onnx.export(model, (images[:1],), tmp_path / "alike.onnx", dynamo=False)
+    plan, file = ar.convert(model, images[:1], variant="l1", calibration=[images]).plan, tmp_path / "alike.onnx"
+    with pytest.raises(InputError, match=r"the file stores narrow.bias once for several readers; convert the file"):
+        OnnxRewrite(plan).apply(ir.load(file))
+    twice = ir.load(file)
+    stored = next(value for value in twice.graph.initializers.values() if value.shape == (64, 32))
+    twice.graph.register_initializer(ir.Value(name="again", const_value=stored.const_value))
+    with pytest.raises(InputError, match=r"refits narrow.weight, and the model stores several tensors like it"):
+        OnnxRewrite(plan).apply(twice)
 
 
 class Alike(Block):
