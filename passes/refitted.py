@@ -1,7 +1,9 @@
 """Where a model stores what a plan refitted outside the sites: under the plan's name for it, or under another one, as
-exporters name weights anew and store some transposed."""
+exporters name weights anew and store some transposed.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 import numpy as np
 from torch import Tensor
@@ -11,6 +13,8 @@ from attnrewrite.patterns.weights import same_weights, sketch
 from attnrewrite.plan import Plan
 
 Shape = tuple[int, ...]
+
+_WAY_OUT = "apply it to the model it was made from"
 
 
 def located(
@@ -23,34 +27,37 @@ def located(
     Raises:
         InputError: the model has no such tensor, or several that may be it.
     """
+
+    @cache  # many tensors of a model are of one shape, and each is asked for by all that are missing
+    def sketched(own: str, transposed: bool) -> str:
+        return sketch(read(own).T if transposed else read(own))
+
     for name, tensor in plan.parameters.items():
         own, wanted = (called or {}).get(name, name), tuple(tensor.shape)
         if shapes.get(own) == wanted:
             yield name, own, tensor
             continue
         was = plan.replaced.get(name)
-        found = [] if was is None else [match for other in shapes for match in _alike(other, wanted, was, shapes, read)]
-        if len(found) > 1:
-            alike = ", ".join(sorted({other for other, _ in found})[:3])
+        laid_out = [
+            each for each in _of_shape(wanted, shapes) if was is not None and same_weights(sketched(*each), was)
+        ]
+        if len(laid_out) > 1:
+            alike = ", ".join(sorted({each for each, _ in laid_out})[:3])
             raise InputError(
                 f"the plan refits {name}, and the model stores several tensors like it ({alike}); {_WAY_OUT}"
             )
-        if not found and own in shapes:
+        if not laid_out and own in shapes:
             raise InputError(f"the plan refits {name} of shape {wanted}, the model has {shapes[own]}")
-        if not found:
+        if not laid_out:
             raise InputError(f"the plan refits {name}, which the model does not store; {_WAY_OUT}")
-        ((other, transposed),) = found
+        ((other, transposed),) = laid_out
         yield name, other, tensor.T if transposed else tensor
 
 
-_WAY_OUT = "apply it to the model it was made from"
-
-
-def _alike(
-    other: str, wanted: Shape, was: str, shapes: Mapping[str, Shape], read: Callable[[str], np.ndarray]
-) -> Iterator[tuple[str, bool]]:
-    """`other`, and whether it is transposed, where its elements are those that `was` tells of."""
-    if shapes[other] == wanted and same_weights(sketch(read(other)), was):
-        yield other, False
-    if len(wanted) == 2 and shapes[other] == wanted[::-1] and same_weights(sketch(read(other).T), was):
-        yield other, True
+def _of_shape(wanted: Shape, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, bool]]:
+    """The tensors of a shape, and those that have it transposed."""
+    for name, shape in shapes.items():
+        if shape == wanted:
+            yield name, False
+        if len(wanted) == 2 and shape == wanted[::-1]:
+            yield name, True
