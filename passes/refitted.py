@@ -33,25 +33,25 @@ def located(
         return sketch(read(own).T if transposed else read(own))
 
     for name, tensor in plan.parameters.items():
-        own, wanted = (called or {}).get(name, name), tuple(tensor.shape)
-        if shapes.get(own) == wanted:
+        own, wanted, was = (called or {}).get(name, name), tuple(tensor.shape), plan.replaced.get(name)
+        if shapes.get(own) == wanted and (was is None or same_weights(sketched(own, False), was)):
             yield name, own, tensor
             continue
-        was = plan.replaced.get(name)
-        laid_out = [
-            each for each in _of_shape(wanted, shapes) if was is not None and same_weights(sketched(*each), was)
-        ]
-        if len(laid_out) > 1:
-            alike = ", ".join(sorted({each for each, _ in laid_out})[:3])
-            raise InputError(
-                f"the plan refits {name}, and the model stores several tensors like it ({alike}); {_WAY_OUT}"
-            )
-        if not laid_out and own in shapes:
-            raise InputError(f"the plan refits {name} of shape {wanted}, the model has {shapes[own]}")
-        if not laid_out:
-            raise InputError(f"the plan refits {name}, which the model does not store; {_WAY_OUT}")
-        ((other, transposed),) = laid_out
-        yield name, other, tensor.T if transposed else tensor
+        alike = [each for each in _of_shape(wanted, shapes) if was is not None and same_weights(sketched(*each), was)]
+        if len(alike) != 1:
+            raise InputError(f"the plan refits {name}{_why_not(own, wanted, alike, shapes)}; {_WAY_OUT}")
+        ((found, transposed),) = alike
+        yield name, found, tensor.T if transposed else tensor
+
+
+def _why_not(own: str, wanted: Shape, alike: list[tuple[str, bool]], shapes: Mapping[str, Shape]) -> str:
+    """What is wrong where none of a model's tensors is the one, or several are."""
+    if alike:
+        names = ", ".join(sorted({name for name, _ in alike})[:3])
+        return f", and the model stores several tensors like it ({names})"
+    if own not in shapes:
+        return ", which the model does not store"
+    return f" of shape {wanted}, the model has {shapes[own] if shapes[own] != wanted else 'other numbers'}"
 
 
 def _of_shape(wanted: Shape, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, bool]]:

@@ -158,6 +158,12 @@ def test_what_was_fitted_is_refused_where_a_file_does_not_tell_it_apart(tmp_path
     twice.graph.register_initializer(ir.Value(name="again", const_value=stored.const_value))
     with pytest.raises(InputError, match=r"refits narrow.weight, and the model stores several tensors like it"):
         OnnxRewrite(plan).apply(twice)
+    with torch.no_grad():
+        model.narrow.weight.mul_(1.1)
+    with pytest.raises(
+        InputError, match=r"narrow.weight of shape \(32, 64\), the model has other numbers; apply it to"
+    ):
+        FxRewrite(plan).apply(capture("alike", model, (images[:1],)).module)
 
 
 class Alike(Block):
