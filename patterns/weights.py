@@ -43,7 +43,7 @@ def fingerprint(graph: GraphView, projections: tuple[Projection | OutputProjecti
 
 def sketch(weight: np.ndarray, role: str = "w") -> str:
     """What identifies one tensor, as a part of a fingerprint: its role, its shape, its norm and random combinations."""
-    numbers = ",".join(f"{number:.5g}" for number in _sketched(weight))
+    numbers = ",".join(f"{number:.5g}" for number in _norm_and_combinations(weight))
     return f"{role}{'x'.join(map(str, weight.shape))}:{numbers}"
 
 
@@ -90,7 +90,7 @@ def named_after(found: Scan, own: Scan | None) -> Scan:
 _BUCKETS = 1024
 
 
-def _sketched(weight: np.ndarray, combinations: int = 6) -> list[float]:
+def _norm_and_combinations(weight: np.ndarray, combinations: int = 6) -> list[float]:
     """The norm, and combinations of the elements with random signs over the norm; folded into buckets first."""
     flat = weight.astype(np.float64).reshape(-1)
     norm = float(np.sqrt(np.square(flat).sum()))  # by no BLAS, whose threads take longer to meet on a busy machine

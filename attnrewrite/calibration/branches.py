@@ -304,7 +304,8 @@ def _map_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | N
     if _operation(node) not in {"linear", "conv2d"}:
         return None
     views = set(takewhile(_moves_alone, _backwards(node.prev)))
-    weight, bias = (_parameter(module, argument, views) for argument in (*node.args[1:3], None)[:2])
+    weight = _parameter(module, node.args[1], views)
+    bias = _parameter(module, node.args[2], views) if len(node.args) > 2 else None
     if weight is None or (_operation(node) == "conv2d" and not _one_pixel(node, weight)):
         return None
     return weight, bias

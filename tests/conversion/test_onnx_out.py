@@ -146,6 +146,16 @@ def test_what_was_fitted_in_torch_is_found_in_the_export_and_back(dynamo: bool, 
         assert float((in_onnx.module(images) - model(images)).abs().max()) > 1e-4
 
 
+class Alike(Block):
+    """A normalisation whose shift is the MLP's last bias, as far as its numbers go: exporters store both once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shifted = nn.LayerNorm(32)
+        shifted.bias = nn.Parameter(self.narrow.bias.detach().clone())
+        self.head = nn.Sequential(shifted, nn.Linear(32, 5))
+
+
 def test_what_was_fitted_is_refused_where_a_file_does_not_tell_it_apart(tmp_path: Path) -> None:
     torch.manual_seed(0)
     images, model = torch.rand(64, *IMAGE[1:]), Alike().eval()
@@ -164,16 +174,6 @@ def test_what_was_fitted_is_refused_where_a_file_does_not_tell_it_apart(tmp_path
         InputError, match=r"narrow.weight of shape \(32, 64\), the model has other numbers; apply it to"
     ):
         FxRewrite(plan).apply(capture("alike", model, (images[:1],)).module)
-
-
-class Alike(Block):
-    """A normalisation whose shift is the MLP's last bias, as far as its numbers go: exporters store both once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shifted = nn.LayerNorm(32)
-        shifted.bias = nn.Parameter(self.narrow.bias.detach().clone())
-        self.head = nn.Sequential(shifted, nn.Linear(32, 5))
 
 
 def test_what_a_file_stores_once_for_two_readers_is_not_fitted_for_one(tmp_path: Path) -> None:
