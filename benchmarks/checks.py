@@ -1,6 +1,6 @@
 """What a conversion without calibration costs: in torch's own exports of the same module, and the checks' share of it.
 
-    python benchmarks/checks.py [--models deit_tiny_patch16_224:512 ...] [--variant l1] [--times 3]
+    python benchmarks/checks.py [--models deit_tiny_patch16_224:512 ...] [--variant l1:approximate=true] [--times 3]
 
 `NAME:SIDE` is a timm model for pictures of that side. Random weights, one thread, each model in a process of its own.
 An export is torch.export.export with an open batch; exports, conversions and saves take turns, garbage collected before
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forms import named
 
 import attnrewrite as ar
 from attnrewrite.calibration.stage import peak_memory
@@ -56,13 +57,14 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
     return run
 
 
-def measured(named: str, variant: str, times: int) -> dict[str, Any]:
+def measured(model_name: str, variant: str, times: int) -> dict[str, Any]:
     import_torchvision()
     import timm
 
-    name, _, side = named.partition(":")
+    name, _, side = model_name.partition(":")
     model = timm.create_model(name, **({"img_size": int(side)} if side else {})).eval()
     size = (3, int(side), int(side)) if side else model.default_cfg["input_size"]
+    form, options = named(variant)
     inputs, pair = (torch.randn(1, *size),), (torch.randn(2, *size),)
     checks, scans, done = [], [], []
     for module, check in CHECKS:
@@ -82,7 +84,7 @@ def measured(named: str, variant: str, times: int) -> dict[str, Any]:
         checks.clear()
         scans.clear()
         export = seconds(lambda: torch.export.export(model, pair, dynamic_shapes=capture.open_batch(pair)))
-        whole = seconds(lambda: done.append(ar.convert(model, inputs, variant=variant)))
+        whole = seconds(lambda: done.append(ar.convert(model, inputs, variant=form, options=options)))
         peak = peak_memory()
         parts = (whole, sum(checks), sum(scans), seconds(saved), forward)
         rounds.append([part / export for part in parts] + [export, peak])
@@ -90,7 +92,7 @@ def measured(named: str, variant: str, times: int) -> dict[str, Any]:
     middle = [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
     whole, share, scan, save, forward, export, _ = middle
     return {
-        "model": named, "export_s": export, "exports": whole, "saved": whole + save, "checks": share, "scan": scan,
+        "model": model_name, "export_s": export, "exports": whole, "saved": whole + save, "checks": share, "scan": scan,
         "pass": forward, "peak": format_bytes(int(rounds[0][-1] - before)),
     }  # fmt: skip
 
@@ -98,7 +100,7 @@ def measured(named: str, variant: str, times: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=MODELS, help="timm models, NAME or NAME:SIDE")
-    parser.add_argument("--variant", default="l1")
+    parser.add_argument("--variant", default="l1", help="NAME or NAME:option=value,...")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -9,13 +9,14 @@ Every form stands on every site; calibration sees no labels. Multiply-adds are t
 same model from weights drawn anew, distilled for as many steps. A seed draws the calibration images; the spread is the
 standard deviation over seeds. Rows of --auto are selections within --max-drop, fitted in closed form: how many sites
 were replaced, the whole model's multiply-adds as part of the original's, what was promised, what was lost.
-Prints a markdown table, a row as soon as it is known, and the machine it was made on.
+Prints a markdown table, a row as soon as it is known, and the machine it was made on: a GPU, where there is one.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +27,7 @@ from torch.fx import GraphModule
 
 from attnrewrite.calibration.distill import Distillation
 from attnrewrite.calibration.fit import Fit
+from attnrewrite.calibration.processes import Processes, joined_processes, placed
 from attnrewrite.calibration.reconstruct import Reconstruction
 from attnrewrite.calibration.stage import Stage, StageInput
 from attnrewrite.calibration.stages import Copy, split
@@ -64,6 +66,7 @@ class Bench:
     test: Images
     samples: int
     steps: int
+    processes: Processes
 
     def student(self, variant: Variant) -> GraphModule:
         """The model with `variant` at every site that it does not refuse."""
@@ -80,7 +83,8 @@ class Bench:
         images = self.calibration.sample(self.samples, seed)
         pool = Pool(images, self.source.preprocessing, self.source.input_size, self.captured.fixed_batch or 64)
         teacher = self.student(get_variant("softmax"))
-        return StageInput(self.captured.module, teacher, self.student(variant), *split(pool), Execution(seed))
+        modules = self.captured.module, teacher, self.student(variant)
+        return StageInput(*modules, *split(pool), Execution(seed), processes=self.processes)
 
     @cached_property
     def wanted(self) -> Tensor:
@@ -89,15 +93,21 @@ class Bench:
 
     def answers(self, model: GraphModule) -> Tensor:
         size = self.captured.fixed_batch or 128
-        return Pool(self.test, self.source.preprocessing, self.source.input_size, size).outputs(model, "cpu")
+        pool = Pool(self.test, self.source.preprocessing, self.source.input_size, size)
+        return pool.outputs(model, self.processes.device)
 
     def run(self, variant: Variant, seed: int, stages: Sequence[Stage]) -> Iterator[tuple[float, float, float]]:
         """After each stage: points lost, agreement in percent, and the stage's seconds."""
         given = self.given(variant, seed)
-        for stage in stages:
-            started = time.perf_counter()
-            stage.run(given)
-            yield self.figures(given, time.perf_counter() - started)
+        with self.placed(given):
+            for stage in stages:
+                started = time.perf_counter()
+                stage.run(given)
+                yield self.figures(given, time.perf_counter() - started)
+
+    def placed(self, given: StageInput) -> AbstractContextManager[None]:
+        """Where the stages compute."""
+        return placed(self.processes.device, given.original, given.teacher, given.student)
 
     def floor(self, seed: int) -> tuple[float, float, float]:
         """The same after distillation alone, from weights of the same mean and spread drawn anew."""
@@ -107,9 +117,10 @@ class Bench:
             for tensor in given.student.parameters():
                 noise = torch.randn(tensor.shape, generator=generator)
                 tensor.copy_(tensor.mean() + noise * tensor.std(correction=0))
-        started = time.perf_counter()
-        Distillation(self.steps, rate=SCRATCH_RATE).run(given)
-        return self.figures(given, time.perf_counter() - started)
+        with self.placed(given):
+            started = time.perf_counter()
+            Distillation(self.steps, rate=SCRATCH_RATE).run(given)
+            return self.figures(given, time.perf_counter() - started)
 
     def auto(self, asked: Variant | Auto, seed: int) -> tuple[Conversion, Evaluation, float, float]:
         """What `asked` makes: the conversion, what it does on the test images, points lost and seconds."""
@@ -179,7 +190,9 @@ def parsed(rows: str) -> dict[str, Variant]:
 def selections(sets: str | None, max_drop: float) -> dict[str, Variant | Auto]:
     """What sets of candidates divided by semicolons ask for, by what their rows are called."""
     return {
-        f"auto, {each}, at most {max_drop:g}": requested("auto", budget=Budget(max_drop, candidates=each.split(",")))
+        f"auto, {each}, at most {max_drop:g}": requested(
+            "auto", budget=Budget(max_drop, candidates=tuple(each.split(",")))
+        )
         for each in (sets or "").split(";")
         if each
     }
@@ -211,7 +224,8 @@ def main() -> None:
     captured = capture(source.name, source.model or source.program, source.example_inputs)  # type: ignore[arg-type]
     test = load_images(chosen.test)
     test = test.sample(chosen.test_images or len(test), 0)
-    bench = Bench(source, captured, load_images(chosen.calibrate), test, chosen.samples, chosen.steps)
+    processes = joined_processes()
+    bench = Bench(source, captured, load_images(chosen.calibrate), test, chosen.samples, chosen.steps, processes)
     seeds = [int(seed) for seed in chosen.seeds.split(",")]
     print(f"| variant | multiply-adds | {' | '.join(STAGES)} | agreement | seconds |", flush=True)
     print(f"|{'-|' * (len(STAGES) + 4)}", flush=True)
@@ -223,6 +237,8 @@ def main() -> None:
     for row, asked in autos.items():
         auto_rows(bench, row, asked, seeds)
     print(f"\n{len(test)} test images, {chosen.samples} for calibration, {chosen.steps} steps; {environment(1)}")
+    if processes.device != "cpu":
+        print(f"on {torch.cuda.get_device_name()}, {torch.version.cuda}")
 
 
 if __name__ == "__main__":
