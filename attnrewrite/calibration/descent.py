@@ -307,7 +307,8 @@ def _drawn(count: int, size: int, device: torch.device) -> Iterator[Tensor | sli
 def _error(site: SiteModule, sample: Sample, size: int) -> float:
     starts = range(0, len(sample.wanted), size)
     with torch.no_grad():
-        return math.fsum(float(_part(site, sample.rows(slice(start, start + size)))) for start in starts)
+        parts = [_part(site, sample.rows(slice(start, start + size))) for start in starts]
+    return float(torch.stack(parts).double().sum())
 
 
 def _part(site: SiteModule, sample: Sample) -> Tensor:

@@ -81,17 +81,12 @@ def _for_one_image(
 ) -> tuple[float, int]:
     """The bytes that `call` takes for the first image alone, and those that there are for it beside `reserved`."""
     first = [tensor.to(device) for tensor in pool.draw(torch.zeros(1, dtype=torch.int64))]
-    taken = SPARE * max(1, peak_memory_of(lambda: call(*first), device))
+    taken = SPARE * max(1, peak_memory_of(lambda: call(*first)))
     return taken, room(execution, device) - reserved
 
 
-def peak_memory_of(call: Callable[[], Any], device: str = "cpu") -> int:
+def peak_memory_of(call: Callable[[], Any]) -> int:
     """The most bytes that tensors made by `call` hold at a time."""
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return int(torch.cuda.max_memory_allocated()) - before
     with _Meter() as meter:
         call()
     return meter.most
