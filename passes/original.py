@@ -77,6 +77,8 @@ def _no_number(tensor: Tensor) -> str | None:
         return None
     if tensor.itemsize == 1:  # of which torch asks nothing
         tensor = tensor.float()
+    if bool(tensor.sum().isfinite()):  # only where all of it is: one pass, nothing written
+        return None
     if bool(tensor.isnan().any()):
         return "NaN"
     return "infinity" if bool(tensor.isposinf().any()) else None
