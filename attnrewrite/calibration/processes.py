@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def first_process() -> bool:
 
 @contextmanager
 def placed(device: str, *modules: GraphModule) -> Iterator[None]:
-    """While the block runs, the modules are on `device`, the tensors that their graphs make included."""
+    """While the block runs, the modules are on `device`, and so is what their graphs make or move."""
     _place(device, modules)
     try:
         yield
@@ -76,13 +77,25 @@ def placed(device: str, *modules: GraphModule) -> Iterator[None]:
 
 
 def _place(device: str, modules: tuple[GraphModule, ...]) -> None:
+    def there(given: Any) -> Any:
+        return torch.device(device) if isinstance(given, torch.device) else given
+
     for module in modules:
         module.to(device)
-        made = [node for node in module.graph.nodes if "device" in node.kwargs]
-        for node in made:
-            node.update_kwarg("device", torch.device(device))
-        if made:
-            module.recompile()
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                _place_constant(device, module, str(node.target))
+            elif any(isinstance(leaf, torch.device) for leaf in tree_leaves((node.args, node.kwargs))):
+                node.args, node.kwargs = tree_map(there, (node.args, node.kwargs))
+        module.recompile()
+
+
+def _place_constant(device: str, module: GraphModule, path: str) -> None:
+    """Move a tensor that is neither parameter nor buffer, which `Module.to` leaves behind."""
+    owner, _, name = path.rpartition(".")
+    holder = module.get_submodule(owner)
+    if isinstance(constant := vars(holder).get(name), Tensor):
+        setattr(holder, name, constant.to(device))
 
 
 def joined_processes() -> Processes:

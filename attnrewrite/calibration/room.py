@@ -21,8 +21,9 @@ SPARE = 1.3  # what is taken beside the tensors that torch tells of: workspaces,
 def room(execution: Execution, device: str = "cpu") -> int:
     """The bytes that a stage may still take on `device`: what the budget leaves of it, or half of what is free."""
     if device != "cpu":
-        held = torch.cuda.memory_allocated()
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held  # torch keeps what it has let go
+        there = torch.get_device_module(device)
+        held = there.memory_allocated()
+        free = there.mem_get_info()[0] + there.memory_reserved() - held  # torch keeps what it has let go
     else:
         give_back()  # what earlier stages let go is room for this one
         free, held = free_memory(), held_memory()
