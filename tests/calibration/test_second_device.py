@@ -51,6 +51,16 @@ with placed(second, module):
 assert torch.equal(there.cpu(), module(x))
 """
 
+METERED = """
+from attnrewrite.calibration.room import peak_memory_of
+
+peaks = []
+for device in ("cpu", second):
+    x = torch.randn(1 << 18).to(device).requires_grad_()
+    peaks.append(peak_memory_of(lambda: torch.autograd.grad(x.exp().exp().exp().sum(), x)))
+assert peaks[0] == peaks[1] > 3 * 4 * len(x), peaks
+"""
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -73,8 +83,9 @@ def test_calibration_on_another_device_gives_the_same(library: Path) -> None:
         assert trained[-1] <= fitted * 1.001  # trained in bfloat16, which is kept where it helps
 
 
-def test_a_graphs_constants_go_where_it_goes(library: Path) -> None:
-    done = run("-c", USED + PLACED, str(library))
+@pytest.mark.parametrize("code", [PLACED, METERED], ids=["constants go where their graph goes", "memory is counted"])
+def test_there_as_on_the_processor(code: str, library: Path) -> None:
+    done = run("-c", USED + code, str(library))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
