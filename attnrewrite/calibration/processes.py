@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 @dataclass(frozen=True)
@@ -77,25 +77,30 @@ def placed(device: str, *modules: GraphModule) -> Iterator[None]:
 
 
 def _place(device: str, modules: tuple[GraphModule, ...]) -> None:
-    def there(given: Any) -> Any:
-        return torch.device(device) if isinstance(given, torch.device) else given
-
+    there = torch.device(device)
     for module in modules:
-        module.to(device)
+        module.to(there)
         for node in module.graph.nodes:
             if node.op == "get_attr":
-                _place_constant(device, module, str(node.target))
-            elif any(isinstance(leaf, torch.device) for leaf in tree_leaves((node.args, node.kwargs))):
-                node.args, node.kwargs = tree_map(there, (node.args, node.kwargs))
-        module.recompile()
+                _place_constant(there, module, str(node.target))
+        elsewhere = [node for node in module.graph.nodes if _devices(node) - {there}]
+        for node in elsewhere:
+            node.args, node.kwargs = tree_map_only(torch.device, lambda _: there, (node.args, node.kwargs))
+        if elsewhere:
+            module.recompile()
 
 
-def _place_constant(device: str, module: GraphModule, path: str) -> None:
+def _devices(node: Node) -> set[torch.device]:
+    """Those that an operation names."""
+    return {leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.device)}
+
+
+def _place_constant(there: torch.device, module: GraphModule, path: str) -> None:
     """Move a tensor that is neither parameter nor buffer, which `Module.to` leaves behind."""
     owner, _, name = path.rpartition(".")
     holder = module.get_submodule(owner)
     if isinstance(constant := vars(holder).get(name), Tensor):
-        setattr(holder, name, constant.to(device))
+        setattr(holder, name, constant.to(there))
 
 
 def joined_processes() -> Processes:

@@ -5,6 +5,7 @@ A process that `use`s it has it for good.
 
 import shutil
 import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -16,9 +17,9 @@ MEMORY = 4 << 30  # as it says itself
 
 
 def built(folder: Path) -> Path | None:
-    """The library that `use` takes, or None without a compiler."""
+    """The library that `use` takes, or None where there is no g++ on Linux."""
     compiler = shutil.which("g++")
-    if compiler is None:
+    if compiler is None or sys.platform != "linux":
         return None
     home, library = Path(torch.__file__).parent, folder / "second_device.so"
     headers = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
