@@ -94,7 +94,7 @@ class Bench:
     def answers(self, model: GraphModule) -> Tensor:
         size = self.captured.fixed_batch or 128
         pool = Pool(self.test, self.source.preprocessing, self.source.input_size, size)
-        return pool.outputs(model, self.processes.device)
+        return pool.outputs(model, self.processes.device).cpu()
 
     def run(self, variant: Variant, seed: int, stages: Sequence[Stage]) -> Iterator[tuple[float, float, float]]:
         """After each stage: points lost, agreement in percent, and the stage's seconds."""
@@ -238,7 +238,7 @@ def main() -> None:
         auto_rows(bench, row, asked, seeds)
     print(f"\n{len(test)} test images, {chosen.samples} for calibration, {chosen.steps} steps; {environment(1)}")
     if processes.device != "cpu":
-        print(f"on {torch.cuda.get_device_name()}, {torch.version.cuda}")
+        print(f"on one {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def _no_number(tensor: Tensor) -> str | None:
         return None
     if tensor.itemsize == 1:  # of which torch asks nothing
         tensor = tensor.float()
-    if bool(tensor.sum().isfinite()):  # only where all of it is: one pass, nothing written
+    if bool(tensor.sum().isfinite()):  # as it is only where all are: one pass, nothing written
         return None
     if bool(tensor.isnan().any()):
         return "NaN"

@@ -111,8 +111,9 @@ void require_one_device(const std::string& operation, bool here, bool elsewhere)
 Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias, SymIntArrayRef stride,
                    SymIntArrayRef padding, SymIntArrayRef dilation, bool transposed, SymIntArrayRef output_padding,
                    c10::SymInt groups) {
-    require_one_device("convolution", input.is_cpu() || weight.is_cpu(), true);
-    optional<Tensor> own = bias && bias->defined() ? optional<Tensor>(bias->cpu()) : std::nullopt;
+    const bool biased = bias && bias->defined();
+    require_one_device("convolution", input.is_cpu() || weight.is_cpu() || (biased && bias->is_cpu()), true);
+    optional<Tensor> own = biased ? optional<Tensor>(bias->cpu()) : std::nullopt;
     return at::convolution_symint(input.cpu(), weight.cpu(), own, stride, padding, dilation, transposed,
                                   output_padding, groups).to(HERE);
 }
