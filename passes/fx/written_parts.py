@@ -2,7 +2,8 @@
 
 `out[:, :, :8] = a; out[:, :, 8:] = b` is exported as a copy over a slice of a slice of zeros. It is a concatenation,
 which the matcher and every backend read, and which has a derivative: `aten.copy` has none. `out[..., ::2] = a` and its
-other half are a stack, and `scores[..., 1:] += b` is the sum of the scores and b with zeros before it.
+other half are a stack, and `scores[..., 1:] += b` is the sum of the scores and b with zeros before it, also where the
+part is laid out otherwise while that is added.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from attnrewrite.patterns.fx.operators import FACTORIES, operator_name
 aten = torch.ops.aten
 
 _READS = {"slice_scatter": "slice", "select_scatter": "select"}  # writes, and what reads where they write
+_LAYS = frozenset({"view", "_unsafe_view", "reshape", "expand", "clone"})  # the same elements in the same order
 _MADE = (FACTORIES - {"sym_size"}) | {"zeros", "ones", "full", "empty", "pad", "constant_pad_nd"}
 
 
@@ -108,7 +110,7 @@ class _Written:
 def _instead(node: Node, written: _Written) -> Node | None:
     """What stands for a write; None where it is none, or stays."""
     name = operator_name(node)
-    if name == "slice" and _takes_all(node, node.args[0]):
+    if name == "slice" and _takes_all(node):
         return node.args[0]  # type: ignore[return-value]
     if name == "copy":
         return _copied(node)
@@ -117,7 +119,7 @@ def _instead(node: Node, written: _Written) -> Node | None:
     base, source = node.args[:2]
     assert isinstance(base, Node), "what is written to is a tensor"
     assert isinstance(source, Node), "and what is written is one, of its type"
-    if name == "slice_scatter" and _takes_all(node, base):
+    if name == "slice_scatter" and _takes_all(node):
         return source
     if _reads_there(source, node):
         return base
@@ -142,12 +144,10 @@ def _joined(node: Node, base: Node, source: Node, written: _Written) -> Node | N
 
 
 def _stacked(node: Node, base: Node, source: Node, written: _Written, length: int) -> Node | None:
-    start, end, step = _bounds(node, 3)
-    axis, start = _axis(node), start or 0
-    whole = end is None or (isinstance(end, int) and end >= length)
-    if not whole or not isinstance(step, int) or length % step or start not in range(step):
+    axis, (start, end, step) = _axis(node), _bounds(node)
+    if end is not None or not isinstance(step, int) or length % step or start not in range(step):
         return None
-    of_this_step = base in written.steps and (_axis(base), _bounds(base, 3)[2]) == (axis, step)
+    of_this_step = base in written.steps and (_axis(base), _bounds(base)[2]) == (axis, step)
     parts = {**(written.steps[base] if of_this_step else {}), start: source}
     written.steps[node] = parts
     if len(parts) < step:
@@ -159,16 +159,15 @@ def _stacked(node: Node, base: Node, source: Node, written: _Written, length: in
 
 def _added(node: Node, base: Node, source: Node) -> Node | None:
     """The sum of all of `base` and what is added to the part of it that is written back, with zeros around that."""
-    if source.target is not aten.add.Tensor or source.kwargs or not all(isinstance(each, Node) for each in source.args):
-        return None
     place, axis = _place(node), _axis(node) - _value(base).dim()
-    length = _value(base).shape[axis]
-    more = [each for each in source.args if not _reads_there(each, node)]
-    if len(more) != 1 or place is None or not isinstance(length, int):
+    length, addends = _value(base).shape[axis], _addends(source, node)
+    if not addends or place is None or not isinstance(length, int):
         return None
-    single = operator_name(node) == "select_scatter"
+    single, wanted = operator_name(node) == "select_scatter", _value(source).shape
 
-    def compute(whole: Tensor, part: Tensor) -> Tensor:
+    def compute(whole: Tensor, *added: Tensor) -> Tensor:
+        laid = [addend.laid_out(tensor, wanted) for addend, tensor in zip(addends, added, strict=True)]
+        part = sum(laid[1:], laid[0])
         part = part.reshape((*[1] * (-axis - single - part.dim()), *part.shape))
         part = part.unsqueeze(axis) if single else part
         sizes = [-1] * part.dim()
@@ -176,28 +175,67 @@ def _added(node: Node, base: Node, source: Node) -> Node | None:
         around = [0] * (2 * (-axis - 1)) + [place[0], length - place[1]]
         return whole + aten.constant_pad_nd.default(part.expand(sizes), around)
 
-    return _put(compute, [base, *more], node)  # type: ignore[list-item]
+    return _put(compute, [base, *(addend.node for addend in addends)], node)
+
+
+@dataclass(frozen=True)
+class _Addend:
+    """What is added to a part while that is laid out as `size`: scores with the rows and columns of both pictures."""
+
+    node: Node
+    size: Sequence[Any]
+
+    def fits(self, size: Sequence[Any]) -> bool:
+        """Whether it can be laid out as a part of `size` is: no length but the first, which both have, is unknown."""
+        known = all(isinstance(each, int) for each in (*self.size[1:], *size[1:]))
+        return _same(self.size, size) or (known and _same(self.size[:1], size[:1]))
+
+    def laid_out(self, tensor: Tensor, size: Sequence[Any]) -> Tensor:
+        if _same(self.size, size):
+            return tensor
+        tensor = tensor.reshape((*[1] * (len(self.size) - tensor.dim()), *tensor.shape))
+        return tensor.expand((-1, *self.size[1:])).reshape((-1, *size[1:]))
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two sizes are written alike: to ask whether unknown lengths are equal would settle them."""
+    return list(map(str, one)) == list(map(str, other))
+
+
+def _addends(value: Any, write: Node) -> list[_Addend] | None:
+    """What is added to the part that `write` goes to, where `value` is that part and nothing else; None otherwise."""
+    if not isinstance(value, Node):
+        return None
+    if _reads_there(value, write):
+        return []
+    if value is not write.args[1] and len(value.users) > 1:  # no step of this sum alone
+        return None
+    if operator_name(value) in _LAYS and _value(value).numel() == _value(value.args[0]).numel():
+        return _addends(value.args[0], write)
+    if value.target is not aten.add.Tensor or value.kwargs:
+        return None
+    for own, more in (value.args, value.args[::-1]):
+        found = _addends(own, write)
+        if found is not None and isinstance(more, Node):
+            addend = _Addend(more, _value(value).shape)
+            return [*found, addend] if addend.fits(_value(write.args[1]).shape) else None
+    return None
 
 
 def _reads_there(value: Any, write: Node) -> bool:
     """Whether a value is what stands, in what is written to, where the write goes."""
     if not isinstance(value, Node) or operator_name(value) != _READS[operator_name(write)]:
         return False
-    if not _alike(value.args[0], write.args[0]) or _axis(value) != _axis(write):
-        return False
-    if operator_name(value) == "select":
-        return bool(value.args[2] == write.args[3])
-    return _bounds(value, 2) == _bounds(write, 3)
+    return _where(value) == _where(write) and _alike(value.args[0], write.args[0])
 
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two values are the same, or the same reading of the same."""
-    if not isinstance(one, Node) or not isinstance(other, Node):
-        return bool(one == other)
     if one is other:
         return True
-    reads = one.target is other.target and operator_name(one) in _READS.values() and one.kwargs == other.kwargs
-    return reads and len(one.args) == len(other.args) and all(map(_alike, one.args, other.args))
+    names = {operator_name(each) if isinstance(each, Node) else None for each in (one, other)}
+    reads = len(names) == 1 and names <= set(_READS.values())
+    return reads and _where(one) == _where(other) and _alike(one.args[0], other.args[0])
 
 
 def _laid(found: _Parts, node: Node) -> Node:
@@ -237,31 +275,38 @@ def _axis(node: Node) -> int:
     return int(axis) % _value(node.args[0]).dim()  # type: ignore[arg-type]
 
 
+def _where(node: Node) -> tuple[Any, ...]:
+    """The axis, and what along it, a part of a tensor is of, or a write into that goes to."""
+    if operator_name(node) in ("slice", "slice_scatter"):
+        return _axis(node), *_bounds(node)
+    return _axis(node), node.args[3 if operator_name(node) in _READS else 2]
+
+
 def _place(node: Node) -> tuple[int, int] | None:
     """Where along its axis a write goes; None where its bounds are no numbers, or it leaves positions out."""
     length = _value(node).shape[_axis(node)]
     if operator_name(node) == "select_scatter":
         index = node.args[3]
         return (index % length, index % length + 1) if isinstance(index, int) and isinstance(length, int) else None
-    start, end, step = _bounds(node, 3)
+    start, end, step = _bounds(node)
     if step != 1 or not all(each is None or isinstance(each, int) for each in (start, end, length)):
         return None
     first, last, _ = slice(start, end).indices(length)
     return (first, last) if first < last else None
 
 
-def _bounds(node: Node, place: int) -> tuple[Any, Any, Any]:
-    given = [*node.args[place:], *[None] * 3][:3]
+def _bounds(node: Node) -> tuple[Any, Any, Any]:
+    """Start, end and step of a slice, or of a write into one; None for an end that is the whole axis' own."""
+    given = [*node.args[3 if operator_name(node) in _READS else 2 :], *[None] * 3][:3]
     start, end, step = (
         node.kwargs.get(name, own) if own is None else own
         for name, own in zip(("start", "end", "step"), given, strict=True)
     )
-    return start, end, 1 if step is None else step
+    length = _value(node.args[0]).shape[_axis(node)]
+    behind = isinstance(end, int) and (end == 2**63 - 1 or (isinstance(length, int) and end >= length))
+    return start or 0, None if behind else end, 1 if step is None else step
 
 
-def _takes_all(node: Node, base: Any) -> bool:
+def _takes_all(node: Node) -> bool:
     """Whether a slice, or a write into one, takes its whole axis."""
-    start, end, step = _bounds(node, 2 if operator_name(node) == "slice" else 3)
-    length = _value(base).shape[_axis(node)]
-    ends = end is None or (isinstance(end, int) and (end == 2**63 - 1 or (isinstance(length, int) and end >= length)))
-    return start in (None, 0) and step == 1 and ends
+    return _bounds(node) == (0, None, 1)

@@ -7,7 +7,7 @@ import onnx_ir as ir
 from attnrewrite.passes.onnx.cleanup import drop_unread, values_by_name
 from attnrewrite.passes.onnx.fragment import Exportable, Fragment, export_sites
 from attnrewrite.patterns.onnx.branches import take_branch
-from attnrewrite.patterns.onnx.fused import write_out
+from attnrewrite.patterns.onnx.fused import write_out, written_out_before
 from attnrewrite.patterns.onnx.graph import OnnxGraph
 
 
@@ -28,8 +28,10 @@ def _spelled_out(model: ir.Model, graph: OnnxGraph, names: Sequence[str]) -> dic
         if not missing:
             return values
         node = _holding(missing[0], values)
-        if not take_branch(model.graph, node, graph.prepared.sizes):
-            write_out(model.graph, node, graph.prepared.sizes, graph.prepared.opsets.get("", 1))
+        for each in (*written_out_before(model.graph, node), node):
+            if not take_branch(model.graph, each, graph.prepared.sizes):
+                write_out(model.graph, each, graph.prepared.sizes, graph.prepared.opsets)
+        assert node.graph is None, f"{node.name} stands where the view shows what it stands for"
 
 
 def _holding(name: str, values: Mapping[str, ir.Value]) -> ir.Node:

@@ -4,7 +4,7 @@
 private domain: query, key, value [batch, heads, tokens, channels], and a mask where there is one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from attnrewrite.errors import Refusal
 from attnrewrite.patterns.onnx.einsum import write_einsum
 from attnrewrite.patterns.onnx.sizes import Sizes
 from attnrewrite.patterns.onnx.writer import Setting, Writer, integer, number
+from attnrewrite.patterns.onnx.written_parts import write_sum
 
 _MICROSOFT = "com.microsoft"
 
@@ -22,7 +23,7 @@ _MICROSOFT = "com.microsoft"
 WriteOut = Callable[[Writer, ir.Node, Setting], "ir.Value | Refusal | None"]
 
 
-def write_out(graph: ir.Graph, node: ir.Node, sizes: Sizes, version: int) -> Refusal | None:
+def write_out(graph: ir.Graph, node: ir.Node, sizes: Sizes, opsets: Mapping[str, int]) -> Refusal | None:
     """Replace `node` by plain nodes where it is fused; the refusal of one that cannot be written out."""
     rule = _RULES.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
     if rule is None:
@@ -30,10 +31,16 @@ def write_out(graph: ir.Graph, node: ir.Node, sizes: Sizes, version: int) -> Ref
     if any(value is not None and value.name not in sizes.size for value in node.inputs):
         return None  # nothing can be said of it: the softmax itself is reported
     writer = Writer(node)
-    made = rule(writer, node, Setting(sizes, version))
+    made = rule(writer, node, Setting(sizes, opsets))
     if isinstance(made, ir.Value):
         ir.convenience.replace_nodes_and_values(graph, node, [node], writer.nodes, [node.outputs[0]], [made])
     return made if isinstance(made, Refusal) else None
+
+
+def written_out_before(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
+    """The nodes in front of `node` that have to be written out for its own rule to see what it is made of."""
+    first = list(graph)[: list(graph).index(node)] if node.op_type in _ONE_OF_ANOTHER else []
+    return [each for each in first if each.op_type == node.op_type]
 
 
 def operand(node: ir.Node, place: int) -> ir.Value | None:
@@ -193,6 +200,7 @@ def _einsum(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | Refus
 
 
 _ROLES = ("query", "key", "value")
+_ONE_OF_ANOTHER = frozenset({"ScatterND"})  # which read, in what is written to, what others of them wrote
 # what a fused operator may end in, and the attributes that its parameters are
 _ACTIVATIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("Identity", "Relu", "Sigmoid", "Tanh"), ()),
@@ -203,6 +211,7 @@ _RULES: dict[tuple[str, str], WriteOut] = {
     ("", "Attention"): _attention,
     ("", "Einsum"): _einsum,
     ("", "Softmax"): _joint_softmax,
+    ("", "ScatterND"): write_sum,
     (_MICROSOFT, "MultiHeadAttention"): _multi_head_attention,
     (_MICROSOFT, "Attention"): _packed_attention,
     (_MICROSOFT, "FusedMatMul"): _fused_matmul,

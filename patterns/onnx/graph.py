@@ -1,5 +1,6 @@
 """ONNX graphs (onnx_ir) behind the GraphView protocol. No torch."""
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from attnrewrite.patterns.onnx.operators import SHAPE_ONLY
 from attnrewrite.patterns.onnx.prepare import prepare
 from attnrewrite.patterns.onnx.quantised import as_pairs, inner_roundings, quantised_around, without
 from attnrewrite.patterns.onnx.recognise import BiasedProduct, biased_product, scope_of
-from attnrewrite.patterns.onnx.sizes import Size, evaluate, reading
+from attnrewrite.patterns.onnx.sizes import Size, computed, evaluate, is_function_of_operands, reading
 from attnrewrite.patterns.softmaxes import softmax_by_hand
 from attnrewrite.site import Frontend, Scan
 
@@ -155,7 +156,9 @@ class OnnxGraph:
         Raises:
             InputError: it is computed by an operator that cannot be evaluated.
         """
-        array = self._constants[value] if value in self._constants else self._computed(value)
+        known = ChainMap(self._constants, self._sizes.known)
+        array = computed(self._values[value], known, self.prepared.opsets)
+        assert array is not None, f"{value} is a constant"
         if array.size <= _WORTH_KEEPING:
             self._constants[value] = array
         return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array
@@ -184,39 +187,8 @@ class OnnxGraph:
             return value.is_initializer()
         if node.op_type in SHAPE_ONLY:
             return node.inputs[0] is not None and node.inputs[0].name in self._sizes.size
-        if node.op_type.startswith("Random") or any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
-            return False
-        return all(operand is None or self._is_constant[str(operand.name)] for operand in node.inputs)
-
-    def _computed(self, value: str) -> np.ndarray:
-        """Evaluate a constant and what it is made of, without recursion: graphs may be long."""
-        memory: dict[str, np.ndarray] = {}
-        pending = [value]
-        while pending:
-            name = pending[-1]
-            array = self._stored(name, memory)
-            if array is None:
-                node = self._values[name].producer()
-                assert node is not None
-                operands = [None if operand is None else str(operand.name) for operand in node.inputs]
-                missing = [o for o in operands if o is not None and self._stored(o, memory) is None]
-                if missing:
-                    pending += missing
-                    continue
-                arrays = [None if o is None else self._stored(o, memory) for o in operands]
-                for output, made in zip(node.outputs, evaluate(node, arrays, self.prepared.opsets), strict=False):
-                    memory[str(output.name)] = made
-            else:
-                memory[name] = array
-            pending.pop()
-        return memory[value]
-
-    def _stored(self, name: str, memory: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        for place in (memory, self._constants, self._sizes.known):
-            if name in place:
-                return place[name]
-        tensor = self._values[name].const_value
-        return None if tensor is None else tensor.numpy()
+        operands = [str(operand.name) for operand in node.inputs if operand is not None]
+        return is_function_of_operands(node) and all(self._is_constant[operand] for operand in operands)
 
     def _normalise(self, value: str) -> Operation:
         if value.startswith(_RESULT) and value not in self._values:

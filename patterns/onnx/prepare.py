@@ -59,11 +59,12 @@ def prepare(model: ir.Model, given: Mapping[str, Size] | None = None) -> Prepare
         except InputError:
             raise error from None
     try:
-        wider = _read(copy, opsets, HINT + 1, given)
+        wider = _read(inlined(model), opsets, HINT + 1, given)
     except InputError:
         return found  # its nodes hold a batch of two
-    both = found.sizes.size.keys() & wider.sizes.size.keys()
-    found.batch_axes = {name: _differing(found.sizes.size[name], wider.sizes.size[name]) for name in both}
+    if found.sizes.size.keys() != wider.sizes.size.keys():
+        return found  # what is written out with two is not with three: they hold positions of two images
+    found.batch_axes = {name: _differing(size, wider.sizes.size[name]) for name, size in found.sizes.size.items()}
     elements = wider.sizes.known
     found.varying = frozenset(
         name for name, array in found.sizes.known.items() if not np.array_equal(array, elements.get(name, array))
@@ -110,7 +111,7 @@ def _read(model: ir.Model, opsets: Mapping[str, int], batch: int, given: Mapping
     unread: list[NearMiss] = []
     for node in graph:
         with reading(node):
-            refusal = write_out(graph, node, sizes, opsets.get("", 1))
+            refusal = write_out(graph, node, sizes, opsets)
             if node.graph is None or take_branch(graph, node, sizes):  # replaced: its nodes come next
                 continue
             advance(sizes, node, opsets)

@@ -151,6 +151,44 @@ def evaluate(node: ir.Node, arrays: Sequence[np.ndarray | None], opsets: Mapping
     return [np.asarray(array) for array in (result if isinstance(result, tuple) else (result,))]
 
 
+def computed(value: ir.Value, known: Mapping[str, np.ndarray], opsets: Mapping[str, int]) -> np.ndarray | None:
+    """The elements of a value, evaluated with all that it is made of that is not `known` by name; None where that is no
+    constant. Without recursion: graphs may be long.
+
+    Raises:
+        InputError: it is made by an operator that cannot be evaluated.
+    """
+    memory: dict[str, np.ndarray] = {}
+
+    def stored(each: ir.Value) -> np.ndarray | None:
+        name = _name(each)
+        if name in memory or name in known:
+            return memory[name] if name in memory else known[name]
+        return None if each.const_value is None else each.const_value.numpy()
+
+    pending = [value]
+    while pending:
+        array, node = stored(pending[-1]), pending[-1].producer()
+        if array is None and (node is None or not is_function_of_operands(node)):
+            return None
+        if array is None and node is not None:
+            missing = [operand for operand in node.inputs if operand is not None and stored(operand) is None]
+            if missing:
+                pending += missing
+                continue
+            arrays = [None if operand is None else stored(operand) for operand in node.inputs]
+            for output, made in zip(node.outputs, evaluate(node, arrays, opsets), strict=False):
+                memory[_name(output)] = made
+        pending.pop()
+    return stored(value)
+
+
+def is_function_of_operands(node: ir.Node) -> bool:
+    """Whether nothing else decides what a node makes: no drawn number, and no graph inside of it."""
+    drawn = node.op_type.startswith("Random") or node.op_type in ("Multinomial", "Bernoulli")
+    return not drawn and all(each.type != ir.AttributeType.GRAPH for each in node.attributes.values())
+
+
 def _scattered(data: np.ndarray, indices: np.ndarray, updates: np.ndarray) -> np.ndarray:
     """ScatterND at once: the reference implementation takes the elements one by one."""
     result = np.array(data)
@@ -251,9 +289,8 @@ def _evaluate_small(sizes: Sizes, node: ir.Node, opsets: Mapping[str, int]) -> N
     if node.op_type == "Size":
         sizes.known[_name(output)] = np.array(np.prod(sizes.size[_name(node.inputs[0])], dtype=np.int64))  # type: ignore[arg-type]
         return
-    if node.op_type.startswith("Random") or node.op_type in ("Multinomial", "Bernoulli"):
-        return
-    if not all(operand is None or _name(operand) in sizes.known for operand in node.inputs):
+    known = all(operand is None or _name(operand) in sizes.known for operand in node.inputs)
+    if not known or not is_function_of_operands(node):
         return
     if any(np.prod(sizes.size.get(value.name or "", (0,)), dtype=np.int64) > _SMALL for value in node.outputs):
         return

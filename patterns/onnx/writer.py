@@ -1,6 +1,6 @@
 """Writes a fused operator out as the plain ONNX nodes that it stands for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +55,15 @@ class Writer:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a rule may ask beside the node: sizes, and the version of the standard operators."""
+    """What a rule may ask beside the node: sizes, and the version of each domain's operators."""
 
     sizes: Sizes
-    version: int
+    opsets: Mapping[str, int]
+
+    @property
+    def version(self) -> int:
+        """Of the standard operators."""
+        return self.opsets.get("", 1)
 
     def size(self, value: ir.Value) -> Size:
         return self.sizes.size[str(value.name)]

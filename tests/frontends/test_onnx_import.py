@@ -309,6 +309,21 @@ OPERATORS = {
             y = com.microsoft.FusedGemm<activation="Relu", alpha=0.5>(a, wk)
         """,
     ),
+    "written into a box, and elsewhere": (
+        17,
+        TOKENS,
+        """
+            t = Transpose<perm=[1, 2, 0]>(x)
+            box = Constant<value=int64[2,3,2]{3,5,3,6,3,7,4,5,4,6,4,7}>()
+            others = Constant<value=int64[2,3,2]{3,5,3,6,3,7,4,5,4,6,5,7}>()
+            from = Constant<value_ints=[0, 0]>()
+            to = Constant<value_ints=[2, 3]>()
+            part = Slice(t, from, to)
+            a = ScatterND(t, box, part)
+            b = ScatterND(t, others, part)
+            y = Add(a, b)
+        """,
+    ),
     "fused, and its sum": (
         17,
         TOKENS,

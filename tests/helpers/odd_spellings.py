@@ -239,6 +239,16 @@ def added_to_a_part(m: Any, x: Tensor, s: Tensor) -> Tensor:
     return s
 
 
+def added_as_pictures(m: Any, x: Tensor, s: Tensor) -> Tensor:
+    """What MViTv2 adds behind its class token: by row and by column, with the scores laid out as two pictures."""
+    s = s.clone()
+    query = x[:, 4:, :6].view(-1, 1, 2, 4, 6)
+    pictures = s[:, :, 4:, 4:].view(-1, HEADS, 2, 4, 2, 4)
+    pictures = pictures + (query @ m.rows)[..., None] + (query @ m.columns)[..., None, :]
+    s[:, :, 4:, 4:] = pictures.view(-1, HEADS, 8, 8)
+    return s
+
+
 def keys_written_over(m: Any, x: Tensor, s: Tensor) -> Tensor:
     s = s.clone()
     s[..., [1, 3]] = -math.inf
@@ -361,6 +371,7 @@ ODD = (
     scored("times the batch's size", "no core", lambda m, x, s: s * x.shape[0]),
     scored("a head scaled in place", "no core", head_in_place),
     scored("a bias added to a part", "right", added_to_a_part, tables(table=(TOKENS - 1, TOKENS - 1))),
+    scored("biases added to a part as pictures", "right", added_as_pictures, tables(rows=(6, 2), columns=(6, 4))),
     scored("keys written over by their numbers", "right", keys_written_over),
     Odd("relative bias of each query", "right", lambda: packed() | {"table": nn.Parameter(torch.randn(5, WIDTH // 4))},
         relative),

@@ -274,6 +274,42 @@ SPELLINGS = {
 }  # fmt: skip
 _FLAGS = "one = Constant<value_int=1>()\n  yes = Cast<to=9>(one)\n  half = Constant<value_float=0.5>()\n  "
 _LOWEST = "low = Constant<value_float=-10000.0>()\n  "
+# The last six keys' scores, and what torch's exporter makes of `s2[..., 4:] = more`: positions along the first axis.
+_PART = """from = Constant<value_ints=[4]>()
+  to = Constant<value_ints=[10]>()
+  at = Constant<value_ints=[3]>()
+  part = Slice(s2, from, to, at)
+  """
+_WRITTEN = """
+  first = Transpose<perm=[3, 1, 2, 0]>(s2)
+  updates = Transpose<perm=[3, 1, 2, 0]>(more)
+  written = ScatterND(first, last_six, updates)
+  s3 = Transpose<perm=[3, 1, 2, 0]>(written)"""
+_AS_PICTURES = """apart = Constant<value_ints=[0, 2, 10, 2, 3]>()
+  pictures = Reshape(part, apart)
+  rows = Constant<value_floats=[0.5, -0.7]>()
+  behind = Constant<value_ints=[1]>()
+  table = Unsqueeze(rows, behind)
+  by_row = Add(pictures, table)
+  columns = Constant<value_floats=[0.1, -0.4, 0.9]>()
+  by_column = Add(columns, by_row)
+  together = Constant<value_ints=[0, 2, 10, 6]>()
+  more = Reshape(by_column, together)"""
+_OF_QUERIES_AND_KEYS = """from = Constant<value_ints=[4]>()
+  to = Constant<value_ints=[10]>()
+  of_queries = Constant<value_ints=[2]>()
+  of_keys = Constant<value_ints=[3]>()
+  rows = Slice(s2, from, to, of_queries)
+  part = Slice(rows, from, to, of_keys)
+  more = Add(part, six)
+  keys_first = Transpose<perm=[3, 1, 2, 0]>(rows)
+  added = Transpose<perm=[3, 1, 2, 0]>(more)
+  inner = ScatterND(keys_first, last_six, added)
+  turned_back = Transpose<perm=[3, 1, 2, 0]>(inner)
+  queries_first = Transpose<perm=[2, 1, 0, 3]>(s2)
+  updates = Transpose<perm=[2, 1, 0, 3]>(turned_back)
+  outer = ScatterND(queries_first, last_six, updates)
+  s3 = Transpose<perm=[2, 1, 0, 3]>(outer)"""
 # name: (what becomes of it, as in odd_spellings, and its nodes between the scaled scores s2 and the softmax of s3)
 ODD_SCORES = {
     "whole numbers": ("no core", "i = Cast<to=6>(s2)\n  s3 = Cast<to=1>(i)"),
@@ -295,6 +331,14 @@ ODD_SCORES = {
     "keys rolled": ("no core", "sizes = Constant<value_ints=[9, 1]>()\n  a, b = Split<axis=3>(s2, sizes)\n"
                     "  s3 = Concat<axis=3>(b, a)"),
     "upper triangle of zeros": ("no core", "s3 = Trilu<upper=0>(s2)"),
+    "added to a part": ("right", _PART + "more = Add(part, six)" + _WRITTEN),
+    "added to a part as pictures": ("right", _PART + _AS_PICTURES + _WRITTEN),
+    "added to a part of a part": ("right", _OF_QUERIES_AND_KEYS),
+    "a part times numbers": ("no core", _PART + "more = Mul(part, six)" + _WRITTEN),
+    "added to a part of other keys": ("no core", (_PART + "more = Add(part, six)" + _WRITTEN)
+                                      .replace("value_ints=[4]", "value_ints=[3]").replace("=[10]", "=[9]")),
+    "added to a part that others read": ("no core", _PART + "more = Add(part, six)" + _WRITTEN.replace("s3", "s4") +
+                                         "\n  m = ReduceMax<axes=[-1], keepdims=1>(more)\n  s3 = Sub(s4, m)"),
 }  # fmt: skip
 NOT_ON_PROCESSORS = ("MultiHeadAttention, packed",)  # onnxruntime has it for other devices alone
 
@@ -316,7 +360,7 @@ def weights() -> dict[str, np.ndarray]:
     found["root"] = np.array(np.sqrt(HEAD), np.float32)
     found["scale0"] = np.array(0.35355338, np.float32)
     found["heads0"], found["joined0"] = np.array([0, 0, 2, 8]), np.array([0, 0, 16])
-    found["ones"] = np.ones(3, np.int64)
+    found["ones"], found["last_six"] = np.ones(3, np.int64), np.arange(4, 10)[:, None].copy()
     for name, size in {"six": 6, "nine": 9, "kernel": (6, 6, 3, 3), "depthwise": (6, 1, 3, 3)}.items():
         found[name] = random.normal(0, 0.5, size).astype(np.float32)
     found["six_positive"] = np.abs(found["six"]) + 0.5

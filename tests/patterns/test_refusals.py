@@ -209,7 +209,7 @@ def fused(body: str, opset: int = 17, inputs: str = "float[2,10,16] x") -> Case:
         sizes = start(model.graph, input_sizes(model.graph, 2))
         refused = set()
         for node in list(model.graph):
-            if (why := write_out(model.graph, node, sizes, opset)) is not None:
+            if (why := write_out(model.graph, node, sizes, model.opset_imports)) is not None:
                 refused.add(why.code)
             elif node.graph is not None:
                 advance(sizes, node, model.opset_imports)

@@ -1,7 +1,7 @@
 """ONNX operators as torch functions: those that move elements, or make them of sizes alone."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from attnrewrite.frontends.onnx.call import Call, torch_dtype
+from attnrewrite.patterns.onnx.written_parts import box_of
 
 
 def _reshape(call: Call) -> Node:
@@ -124,7 +125,21 @@ def _gather_nd(call: Call) -> Node:
 def _scatter_nd(call: Call) -> Node:
     if call.attribute("reduction", "none") != "none":
         raise call.unsupported("it reduces")
-    return call.emit(scatter_nd, call.operand(0), call.operand(1), call.operand(2))
+    known = call.importer.view.is_constant(call.name(1))
+    box = box_of(call.numbers(1), call.shape(0)) if known else None
+    if box is None:
+        return call.emit(scatter_nd, call.operand(0), call.operand(1), call.operand(2))
+    return _written(call, call.operand(0), tuple(box.items()))
+
+
+def _written(call: Call, data: Node, box: Sequence[tuple[int, tuple[int, int]]]) -> Node:
+    """`data` with the updates at `box`, as torch writes into slices."""
+    if not box:
+        return call.operand(2)
+    axis, ends = box[0]
+    part = call.emit(torch.ops.aten.slice.Tensor, data, axis, *ends)
+    written = _written(call, part, box[1:])
+    return call.emit(torch.ops.aten.slice_scatter.default, data, written, axis, *ends)
 
 
 def _pad(call: Call) -> Node:

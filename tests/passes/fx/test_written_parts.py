@@ -1,5 +1,6 @@
 """Assignments to parts of a tensor become concatenations that give the same elements."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,6 +72,30 @@ def test_what_is_added_to_a_part_is_a_sum(places: list[Place], axes: int) -> Non
     assert not [node for node in graph.graph.nodes if "scatter" in str(node.target)]
     other = torch.randn(5, *SHAPE[1:])
     assert torch.equal(graph(other), model(other))
+
+
+class _AddedAsPictures(nn.Module):
+    """Several numbers added to a part, while its rows and columns are laid apart; `more` reads one of the sums."""
+
+    def __init__(self, more: bool) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, rows = x.sin(), x.cos()[:, 0, 1:].view(-1, 1, 2, 2, 1)
+        part = made[:, :, 1:].view(-1, 3, 2, 2, 1) + rows
+        made[:, :, 1:] = (part + rows[0, :, :1] + rows[..., :1]).reshape(-1, 3, 4)
+        return made + part.sum() if self.more else made
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_what_is_added_while_a_part_is_laid_out_otherwise_is_a_sum(more: bool) -> None:
+    """Where the sums are nobody else's: what another reads is computed as it was."""
+    model, x = _AddedAsPictures(more), torch.randn(SHAPE)
+    graph = functional_graph(torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},)))
+    assert bool([node for node in graph.graph.nodes if "scatter" in str(node.target)]) is more
+    other = torch.randn(5, *SHAPE[1:])
+    torch.testing.assert_close(graph(other), model(other))
 
 
 class _Interleaved(nn.Module):

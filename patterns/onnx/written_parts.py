@@ -1,0 +1,189 @@
+"""What is written into a part of a tensor: ScatterND, as exporters spell assignments to slices.
+
+`scores[..., 1:, 1:] += b` becomes a ScatterND of what was read there, with b added, at the positions that it was read
+from. It is the sum of the scores and b with zeros before it, which the matcher reads.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from attnrewrite.errors import InputError
+from attnrewrite.patterns.onnx.sizes import Size, computed
+from attnrewrite.patterns.onnx.writer import Setting, Writer
+
+Box = Mapping[int, tuple[int, int]]  # of each axis that is not whole, the first position and the one behind the last
+
+_LAYS = frozenset({"Reshape", "Expand", "Identity", "Unsqueeze", "Squeeze", "Flatten"})
+_FIRST_WITH_PADS = 11  # the opset from which Pad takes what it adds as an operand
+
+
+def box_of(places: np.ndarray, size: Size) -> Box | None:
+    """The part of a tensor of `size` that the positions [..., axes] of a ScatterND fill; None where they are no box."""
+    *lengths, axes = places.shape
+    if len(lengths) != axes or not places.size:
+        return None
+    places = places % np.array(size[:axes])
+    first = places.reshape(-1, axes)[0]
+    if not np.array_equal(places, np.moveaxis(np.indices(lengths), 0, -1) + first):
+        return None
+    ends = enumerate(zip(first.tolist(), lengths, size, strict=False))
+    return {axis: (start, start + length) for axis, (start, length, whole) in ends if length != whole}
+
+
+@dataclass(frozen=True)
+class _Addend:
+    """What is added to a part of a tensor while that is laid out as `size`."""
+
+    value: ir.Value
+    size: Size
+
+    def fits(self, part: Size) -> bool:
+        """Whether it can be laid out as a part of that size is, whatever the batch."""
+        return self.size == part or self.size[:1] == part[:1]
+
+    def laid_out(self, writer: Writer, part: Size, own: Size, name: str) -> tuple[ir.Value, Size]:
+        """The value, of the size `own`, as it is added to the part itself, and its size then; lengths may be one."""
+        if self.size == part:
+            return self.value, own
+        images = own[:1] if len(own) == len(self.size) else (1,)
+        spread, laid = (np.array([first, *size[1:]]) for first, size in ((1, self.size), (0, part)))
+        value = writer.one("Expand", [self.value, writer.constant(spread, f"{name}.lengths")], f"{name}.spread")
+        return writer.one("Reshape", [value, writer.constant(laid, f"{name}.size")], f"{name}.laid"), images + part[1:]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """`base`, and what is added to its part `box`."""
+
+    base: ir.Value
+    box: Box
+    addends: tuple[_Addend, ...]
+
+
+def write_sum(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | None:
+    """A ScatterND as the sum that it is; None where it is none, or the opset's Pad takes no operands."""
+    found = _sum(node, setting)
+    if found is None or setting.version < _FIRST_WITH_PADS:
+        return None
+    whole = writer.one("Add", [found.base, _padded(writer, found, setting)], "sum")
+    return writer.transpose(whole, _turned(node.inputs[0], setting)[1], "turned")
+
+
+def _sum(node: ir.Node, setting: Setting) -> _Sum | None:
+    """The sum that a ScatterND is, but for the order of its axes; None where it writes something else."""
+    data, indices, updates = node.inputs
+    if data is None or indices is None or updates is None or node.attributes.get_string("reduction", "none") != "none":
+        return None
+    (base, order), (source, moved) = _turned(data, setting), _turned(updates, setting)
+    found = _added(source, base, setting) if order == moved else None
+    if found is None or not found.addends:
+        return None
+    box = _written(indices, setting.size(data), setting)
+    if box is None or {order[axis]: ends for axis, ends in box.items()} != found.box:
+        return None
+    part = _part(found, setting)
+    return found if all(addend.fits(part) for addend in found.addends) else None
+
+
+def _written(indices: ir.Value, size: Size, setting: Setting) -> Box | None:
+    """The part that a ScatterND into a tensor of `size` writes to; None where that is no box, or not known."""
+    try:
+        places = computed(indices, setting.sizes.known, setting.opsets)
+    except InputError:  # as of a file that calls its batch open, and holds it as a number
+        return None
+    return None if places is None else box_of(places, size)
+
+
+def _added(value: ir.Value, base: ir.Value, setting: Setting) -> _Sum | None:
+    """`value` as a part of `base` and what is added to that, nothing perhaps; None where it is made otherwise."""
+    box = _read(value, base, setting)
+    if box is not None:
+        return _Sum(base, box, ())
+    node = value.producer()
+    if node is None or not node.inputs or node.inputs[0] is None or len(value.uses()) > 1:  # no step of this sum alone
+        return None
+    if node.op_type in _LAYS and math.prod(setting.size(value)) == math.prod(setting.size(node.inputs[0])):
+        return _added(node.inputs[0], base, setting)
+    if node.op_type != "Add":
+        return None
+    for own, more in (node.inputs, node.inputs[::-1]):
+        found = None if own is None else _added(own, base, setting)
+        if found is not None and more is not None:
+            return replace(found, addends=(*found.addends, _Addend(more, setting.size(value))))
+    return None
+
+
+def _turned(value: ir.Value | None, setting: Setting) -> tuple[ir.Value, tuple[int, ...]]:
+    """What a value is with its axes in another order, and that order, as Transpose takes it."""
+    assert value is not None
+    order = tuple(range(len(setting.size(value))))
+    while (node := value.producer()) is not None and node.op_type == "Transpose" and node.inputs[0] is not None:
+        perm = node.attributes["perm"].as_ints() if "perm" in node.attributes else sorted(order, reverse=True)
+        value, order = node.inputs[0], tuple(perm[axis] for axis in order)
+    return value, order
+
+
+def _read(value: ir.Value, base: ir.Value, setting: Setting) -> Box | None:
+    """Which part of `base` a value reads by slices; None where it is something else."""
+    ranges: dict[int, tuple[int, int]] = {}
+    while True:
+        source, order = _turned(value, setting)
+        straight = list(order) == sorted(order)
+        value = source if straight else value
+        if value is base:
+            size = setting.size(base)
+            return {axis: ends for axis, ends in ranges.items() if ends != (0, size[axis])}
+        node = value.producer()
+        cut = None if node is None or node.op_type != "Slice" else _cut(node, setting)
+        if node is None or cut is None or node.inputs[0] is None:
+            return None
+        for axis, (first, last) in cut.items():  # what was found until here lies inside of it
+            inner = ranges.get(axis, (0, last - first))
+            ranges[axis] = first + inner[0], first + inner[1]
+        value = node.inputs[0]
+
+
+def _cut(node: ir.Node, setting: Setting) -> Box | None:
+    """The part of its operand that a Slice reads; None where that is not known, or it leaves positions out."""
+    data, *bounds = node.inputs
+    given = [None if bound is None else setting.sizes.known.get(str(bound.name)) for bound in bounds]
+    known = [array.reshape(-1).tolist() for array in given if array is not None]
+    if data is None or len(given) < 2 or len(known) < len(given):
+        return None
+    starts, ends = known[:2]
+    axes = known[2] if len(known) > 2 else range(len(starts))
+    if any(step != 1 for steps in known[3:] for step in steps):
+        return None
+    size = setting.size(data)
+    cuts = {axis % len(size): slice(start, end) for start, end, axis in zip(starts, ends, axes, strict=True)}
+    return {axis: cut.indices(size[axis])[:2] for axis, cut in cuts.items()}
+
+
+def _part(found: _Sum, setting: Setting) -> Size:
+    """The size of the part that is added to."""
+    size = list(setting.size(found.base))
+    for axis, (first, last) in found.box.items():
+        size[axis] = last - first
+    return tuple(size)
+
+
+def _padded(writer: Writer, found: _Sum, setting: Setting) -> ir.Value:
+    """All that is added to the part of a sum's base, with zeros around it."""
+    part, whole = _part(found, setting), setting.size(found.base)
+    laid = [
+        addend.laid_out(writer, part, setting.size(addend.value), f"part.{place}")
+        for place, addend in enumerate(found.addends)
+    ]
+    total, size = laid[0][0], np.broadcast_shapes(*(size for _, size in laid))
+    for place, (more, _) in enumerate(laid[1:], 1):
+        total = writer.one("Add", [total, more], f"parts.{place}")
+    lengths = [part[axis] if axis in found.box else 1 for axis in range(len(part))]
+    if np.broadcast_shapes(size, lengths) != size:
+        total = writer.one("Expand", [total, writer.constant(np.array(lengths), "lengths")], "spread")
+    ends = [found.box.get(axis, (0, length)) for axis, length in enumerate(whole)]
+    around = [first for first, _ in ends] + [length - last for (_, last), length in zip(ends, whole, strict=True)]
+    return writer.one("Pad", [total, writer.constant(np.array(around), "around")], "padded")

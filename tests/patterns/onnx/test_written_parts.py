@@ -1,0 +1,108 @@
+"""What a file writes into a part of a tensor: a sum is read as one, and what fills a box as a write into slices."""
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx_runs import run
+from torch import Tensor, nn
+
+import attnrewrite as ar
+from attnrewrite.frontends.batches import any_batch
+from attnrewrite.frontends.sources import load_source
+from attnrewrite.patterns.onnx.written_parts import box_of
+
+TOKENS = torch.randn(5, 9, 16, generator=torch.Generator().manual_seed(1))
+
+
+@st.composite
+def _boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[slice]]:
+    size = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    firsts = [draw(st.integers(0, length - 1)) for length in size]
+    lasts = [draw(st.integers(first + 1, length)) for first, length in zip(firsts, size, strict=True)]
+    axes = draw(st.integers(1, len(size)))
+    return tuple(size), [slice(*ends) for ends in zip(firsts[:axes], lasts[:axes], strict=True)]
+
+
+@given(_boxes(), st.booleans(), st.randoms(use_true_random=False))
+def test_a_box_is_found_and_nothing_else(
+    drawn: tuple[tuple[int, ...], list[slice]], from_behind: bool, random: Random
+) -> None:
+    size, ranges = drawn
+    places = np.moveaxis(np.mgrid[tuple(ranges)], 0, -1)
+    wanted = {axis: (cut.start, cut.stop) for axis, cut in enumerate(ranges) if cut != slice(0, size[axis])}
+    assert box_of(places - np.array(size[: len(ranges)]) * from_behind, size) == wanted
+    order = np.arange(len(places))
+    random.shuffle(order)
+    assert box_of(places[order], size) == (wanted if (order == np.arange(len(places))).all() else None)
+    assert box_of(places[None], size) is None, "more axes than it says positions of"
+
+
+class _Relative(nn.Module):
+    """[B, 9, 16] -> [B, 16]: a class token and a picture of 2 x 4, its relative positions as MViTv2 adds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.rows, self.columns = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.shape[0]
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        scores = query @ key.transpose(2, 3) * 8**-0.5
+        picture = query[:, :, 1:].view(images, 2, 2, 4, 8)
+        scores[:, :, 1:, 1:] = (
+            scores[:, :, 1:, 1:].view(images, 2, 2, 4, 2, 4)
+            + (picture @ self.rows)[..., None]
+            + (picture @ self.columns)[..., None, :]
+        ).view(images, 2, 8, 8)
+        return self.proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))[:, 0]
+
+
+@pytest.fixture(scope="module")
+def relative() -> nn.Module:
+    torch.manual_seed(0)
+    return _Relative().eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("axes", [None, {"x": {0: "batch"}}], ids=["one", "open"])
+def test_positions_added_behind_a_class_token_are_a_bias(
+    relative: nn.Module, axes: dict[str, dict[int, str]] | None, dynamo: bool, tmp_path: Path
+) -> None:
+    file, images = tmp_path / "relative.onnx", TOKENS[: 2 if axes else 1]
+    shapes = {"dynamic_shapes": [{0: "batch"}]} if dynamo and axes else {"dynamic_axes": None if dynamo else axes}
+    torch.onnx.export(relative, (images,), file, input_names=["x"], dynamo=dynamo, verbose=False, **shapes)
+    (site,) = ar.explain(file).sites
+    assert site.core is not None
+    done = ar.convert(file, variant="softmax")
+    folder = done.save(tmp_path / "out")
+    (found,) = run(ir.load(folder / "model.onnx"), images.numpy())
+    with torch.no_grad():
+        wanted = relative(TOKENS)
+        np.testing.assert_allclose(found, wanted[: len(images)], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(done.module(TOKENS), wanted, rtol=1e-4, atol=1e-5)
+    assert len(ar.convert(file, variant="l1", options={"approximate": True}).plan.placements) == 1
+
+
+class _Assigned(nn.Module):
+    """Numbers in place of others, in a part of what was computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x.sin()
+        made[:, 2:4, 3:] = x[:, :2, 3:].cos()
+        return made * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_of_one_in_the_positions_written_to_is_opened(tmp_path: Path) -> None:
+    file = tmp_path / "assigned.onnx"
+    torch.onnx.export(_Assigned(), (TOKENS[:1],), file, dynamo=False)
+    assert "ScatterND" in {node.op_type for node in ir.load(file).graph}
+    torch.testing.assert_close(any_batch(load_source(file))(TOKENS), _Assigned()(TOKENS))
