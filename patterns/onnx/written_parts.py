@@ -104,15 +104,17 @@ def _added(value: ir.Value, base: ir.Value, setting: Setting) -> _Sum | None:
     if box is not None:
         return _Sum(base, box, ())
     node = value.producer()
-    if node is None or not node.inputs or node.inputs[0] is None or len(value.uses()) > 1:  # no step of this sum alone
+    operands = [operand for operand in (node.inputs if node else ()) if operand is not None]
+    sized = operands and all(str(each.name) in setting.sizes.size for each in (value, *operands))
+    if node is None or not sized or len(value.uses()) > 1:  # no step of this sum alone
         return None
-    if node.op_type in _LAYS and math.prod(setting.size(value)) == math.prod(setting.size(node.inputs[0])):
-        return _added(node.inputs[0], base, setting)
+    if node.op_type in _LAYS and math.prod(setting.size(value)) == math.prod(setting.size(operands[0])):
+        return _added(operands[0], base, setting)
     if node.op_type != "Add":
         return None
-    for own, more in (node.inputs, node.inputs[::-1]):
-        found = None if own is None else _added(own, base, setting)
-        if found is not None and more is not None:
+    for own, more in (operands, operands[::-1]):
+        found = _added(own, base, setting)
+        if found is not None:
             return replace(found, addends=(*found.addends, _Addend(more, setting.size(value))))
     return None
 
@@ -130,7 +132,7 @@ def _turned(value: ir.Value | None, setting: Setting) -> tuple[ir.Value, tuple[i
 def _read(value: ir.Value, base: ir.Value, setting: Setting) -> Box | None:
     """Which part of `base` a value reads by slices; None where it is something else."""
     ranges: dict[int, tuple[int, int]] = {}
-    while True:
+    while str(value.name) in setting.sizes.size:
         source, order = _turned(value, setting)
         straight = list(order) == sorted(order)
         value = source if straight else value
@@ -145,6 +147,7 @@ def _read(value: ir.Value, base: ir.Value, setting: Setting) -> Box | None:
             inner = ranges.get(axis, (0, last - first))
             ranges[axis] = first + inner[0], first + inner[1]
         value = node.inputs[0]
+    return None
 
 
 def _cut(node: ir.Node, setting: Setting) -> Box | None:

@@ -10,11 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx_runs import run
+from onnx_spellings import proto
 from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.frontends.batches import any_batch
 from attnrewrite.frontends.sources import load_source
+from attnrewrite.patterns.onnx.graph import OnnxGraph
 from attnrewrite.patterns.onnx.written_parts import box_of
 
 TOKENS = torch.randn(5, 9, 16, generator=torch.Generator().manual_seed(1))
@@ -106,3 +108,18 @@ def test_a_batch_of_one_in_the_positions_written_to_is_opened(tmp_path: Path) ->
     torch.onnx.export(_Assigned(), (TOKENS[:1],), file, dynamo=False)
     assert "ScatterND" in {node.op_type for node in ir.load(file).graph}
     torch.testing.assert_close(any_batch(load_source(file))(TOKENS), _Assigned()(TOKENS))
+
+
+def test_what_is_written_may_follow_from_numbers_of_no_known_size() -> None:
+    body = """
+      places = Constant<value=int64[2,1]{0,1}>()
+      i = NonZero(x)
+      f = Cast<to=1>(i)
+      size = Constant<value_ints=[2, 9, 16]>()
+      laid = Reshape(f, size)
+      a = ScatterND(x, places, laid)
+      more = Add(f, f)
+      laid2 = Reshape(more, size)
+      y = ScatterND(a, places, laid2)"""
+    model = ir.serde.deserialize_model(proto(body, 17, "float[2,9,16] x", "float[2,9,16] y"))
+    assert [node.op_type for node in OnnxGraph(model).prepared.model.graph].count("ScatterND") == 2
