@@ -21,7 +21,7 @@ from attnrewrite.patterns.fx.operators import FACTORIES, operator_name
 aten = torch.ops.aten
 
 _READS = {"slice_scatter": "slice", "select_scatter": "select"}  # writes, and what reads where they write
-_LAYS = frozenset({"view", "_unsafe_view", "reshape", "expand", "clone"})  # the same elements in the same order
+_LAYS = frozenset({"view", "_unsafe_view", "reshape"})  # the same elements in the same order
 _MADE = (FACTORIES - {"sym_size"}) | {"zeros", "ones", "full", "empty", "pad", "constant_pad_nd"}
 
 
@@ -197,6 +197,12 @@ class _Addend:
         return tensor.expand((-1, *self.size[1:])).reshape((-1, *size[1:]))
 
 
+def _is_the_same(value: Node) -> bool:
+    """Whether a value is its operand: a copy, or spread to the size that it has."""
+    name = operator_name(value)
+    return name == "clone" or (name == "expand" and _same(_value(value).shape, _value(value.args[0]).shape))
+
+
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two sizes are written alike: to ask whether unknown lengths are equal would settle them."""
     return list(map(str, one)) == list(map(str, other))
@@ -210,7 +216,7 @@ def _addends(value: Any, write: Node) -> list[_Addend] | None:
         return []
     if value is not write.args[1] and len(value.users) > 1:  # no step of this sum alone
         return None
-    if operator_name(value) in _LAYS and _value(value).numel() == _value(value.args[0]).numel():
+    if operator_name(value) in _LAYS or _is_the_same(value):
         return _addends(value.args[0], write)
     if value.target is not aten.add.Tensor or value.kwargs:
         return None
