@@ -14,6 +14,8 @@ from attnrewrite.targets.runners.programs import Failed, Unavailable, run
 
 ANALYSER, DISASSEMBLER = "llvm-mca", "llvm-mc"
 HOT = 0.95  # of the instructions: the rest lies in thousands of blocks, and is taken at the others' mean
+PASSES = 100  # through each block
+SUMMARY = ("--json", "--resource-pressure=false", "--instruction-info=false")
 TIMEOUT_S = 60  # seconds
 ARCHITECTURE = "aarch64"
 # Stands between blocks, so that one call disassembles them all: a breakpoint that no compiler writes.
@@ -37,7 +39,7 @@ def estimated(blocks: Sequence[Block], core: str) -> Cycles:
     for tool in (ANALYSER, DISASSEMBLER):
         if shutil.which(tool) is None:
             raise Unavailable(f"{tool} is not installed (Debian: llvm)")
-    _analysed(["nop"], core)  # an unknown core is told at once
+    _analysed(["nop"], core, 1)  # an unknown core is told at once
     left: Sequence[Block] = sorted(blocks, key=lambda block: block.instructions, reverse=True)
     total = sum(block.instructions for block in blocks)
     cycles, reached, why = 0.0, 0, ""
@@ -81,27 +83,30 @@ def _assembly(blocks: Sequence[Block], core: str) -> list[str | Failed]:
 
 def _each(assembly: Sequence[str | Failed], core: str) -> list[float | Failed]:
     """The cycles of one pass through each part, where it is a loop; why not, where the core's tables lack something."""
-    known = [part for part in assembly if isinstance(part, str)]
-    found = iter(_apart(known, core))
-    return [next(found) if isinstance(part, str) else part for part in assembly]
+    known = _known(assembly, core)
+    found = iter(_analysed([part for part in known if isinstance(part, str)], core, PASSES))
+    return [next(found) if isinstance(part, str) else part for part in known]
 
 
-def _apart(parts: Sequence[str], core: str) -> list[float | Failed]:
-    """`_analysed`, where one unknown instruction, as atomic ones are, makes the analyser refuse all parts together."""
-    if not parts:
-        return []
+def _known(parts: Sequence[str | Failed], core: str) -> list[str | Failed]:
+    """The parts, and why not where one has an instruction that the tables lack, as atomic ones are: at that the
+    analyser refuses all parts together.
+    """
     try:
-        return [*_analysed(parts, core)]
+        _analysed([part for part in parts if isinstance(part, str)], core, 1)
     except Failed as error:
         if len(parts) == 1:
             return [error]
         half = len(parts) // 2
-        return _apart(parts[:half], core) + _apart(parts[half:], core)
+        return _known(parts[:half], core) + _known(parts[half:], core)
+    return [*parts]
 
 
-def _analysed(parts: Sequence[str], core: str) -> list[float]:
-    """The cycles of one pass through each part, where it is a loop."""
+def _analysed(parts: Sequence[str], core: str, passes: int) -> list[float]:
+    """The cycles of one pass through each part, the mean of so many in a row."""
+    if not parts:
+        return []
     given = "\n".join(f"# LLVM-MCA-BEGIN {index}\n{part}\n# LLVM-MCA-END" for index, part in enumerate(parts))
-    told = run([ANALYSER, f"--march={ARCHITECTURE}", f"-mcpu={core}", "--json"], TIMEOUT_S, given)
-    regions = (region["SummaryView"] for region in json.loads(told)["CodeRegions"])
-    return [float(region["TotalCycles"] / region["Iterations"]) for region in regions]
+    asked = [f"--march={ARCHITECTURE}", f"-mcpu={core}", f"--iterations={passes}", *SUMMARY]
+    regions = json.loads(run([ANALYSER, *asked], TIMEOUT_S, given))["CodeRegions"]
+    return [float(region["SummaryView"]["TotalCycles"] / passes) for region in regions]

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrewrite.conversion.record import deployed
-from attnrewrite.frontends.capture import capture, export
+from attnrewrite.frontends.capture import capture
 from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.verify import relative_error, rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
@@ -76,7 +76,7 @@ def rewritten(case: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def cost(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[int, int]:
     """Elements of the exported program's parameters, and its multiplies and additions."""
-    program, _ = export(module, inputs)
+    program = torch.export.export(module, inputs)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         program.module()(*inputs)
     return sum(parameter.numel() for parameter in program.parameters()), counter.get_total_flops()

@@ -52,7 +52,7 @@ class _Assigned(nn.Module):
         return made.sin()
 
 
-@settings(max_examples=15, deadline=None)  # a capture each
+@settings(max_examples=6, deadline=None)  # a capture each
 @given(st.lists(_places(), min_size=1, max_size=4))
 def test_whatever_is_assigned_the_elements_are_the_same(places: list[Place]) -> None:
     model, x = _Assigned(places).eval(), torch.randn(SHAPE)
@@ -63,7 +63,7 @@ def test_whatever_is_assigned_the_elements_are_the_same(places: list[Place]) -> 
     assert torch.equal(graph(other), model(other))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(_places(), min_size=1, max_size=3), st.integers(0, 3))
 def test_what_is_added_to_a_part_is_a_sum(places: list[Place], axes: int) -> None:
     model, x = _Added(places, axes).eval(), torch.randn(SHAPE)

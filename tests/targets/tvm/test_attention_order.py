@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 tvm = pytest.importorskip("tvm")
 
 # ruff: noqa: E402
-from kernels import HOST, PROCESSORS, close, scheduled, softmax, values, wide
+from kernels import DRAWN, HOST, PROCESSORS, close, scheduled, softmax, values, wide
 from tvm import relax
 
 from attnrewrite.targets.tvm.schedules.cpu import vectors
@@ -24,7 +24,6 @@ from attnrewrite.targets.tvm.schedules.rule import Argument
 from attnrewrite.targets.tvm.schedules.view import contiguous
 
 HEADS, CHANNELS, ROWS, WIDTH = 3, 64, 8, 24
-DRAWN = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 # Caches so small that a few dozen keys are several blocks, and their queries several groups.
 SMALL = [replace(each, l1=2**11, l2=2**14) for each in PROCESSORS]
 

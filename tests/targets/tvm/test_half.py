@@ -11,20 +11,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 tvm = pytest.importorskip("tvm")
 
 # ruff: noqa: E402
-from kernels import HOST, erf, scheduled, softmax, values, wide
+from kernels import DRAWN, HOST, erf, scheduled, softmax, values, wide
 from tvm import relax
 
 from attnrewrite.targets.tvm.schedules.cpu.register_tile import IN_A_ROW
 from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
 from attnrewrite.targets.tvm.schedules.profile import FLOAT16, Profile, profile
 
-DRAWN = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 PROCESSORS = [replace(profile(name), target=HOST.target).storing(FLOAT16) for name in ("host", "cortex-a76")]
 SMALL = [replace(each, l1=2**11, l2=2**14) for each in PROCESSORS]  # caches that hold few of the keys
 ARM = PROCESSORS[-1]

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 tvm = pytest.importorskip("tvm")
 
 # ruff: noqa: E402
-from kernels import HOST, PROCESSORS, close, scheduled, values, wide
+from kernels import DRAWN, HOST, PROCESSORS, close, scheduled, values, wide
 from tvm import relax
 
 from attnrewrite.targets.devices.arm_cpu import ArmCpu
@@ -22,7 +22,6 @@ from attnrewrite.targets.tvm.schedules.cpu.int8.dot import dot_of
 from attnrewrite.targets.tvm.schedules.pipelines.cpu import schedule
 from attnrewrite.targets.tvm.schedules.profile import FLOAT16, Profile, profile
 
-DRAWN = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 # The same where what lies between kernels is of float16, with instructions for integers and without.
 NO_DOT = replace(HOST, target={"kind": "llvm", "mcpu": HOST.target["mcpu"]})
 HALF = [each.storing(FLOAT16) for each in (HOST, NO_DOT)]
@@ -43,7 +42,7 @@ def integers(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("processor", [*PROCESSORS, *HALF], ids=["host", "neon", "avx2", "float16", "float16, no dot"])
-@settings(DRAWN, max_examples=4)
+@settings(DRAWN, max_examples=2)
 @given(
     batch=st.integers(1, 3), rows=sizes, depth=sizes, columns=sizes,
     kind=st.sampled_from(["normal", "halves", "huge", "zero", "tiny"]),

@@ -5,19 +5,16 @@ A case is a Relax function of one operator and what follows it, scheduled, compi
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 tvm = pytest.importorskip("tvm")
 
 # ruff: noqa: E402
-from kernels import PROCESSORS, Shape, close, erf, scheduled, softmax, values, wide
+from kernels import DRAWN, PROCESSORS, Shape, close, erf, scheduled, softmax, values, wide
 from tvm import relax
 
 from attnrewrite.targets.tvm.schedules.profile import Profile
-
-DRAWN = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-
 
 sizes = st.integers(1, 70)
 processors = st.sampled_from(PROCESSORS)

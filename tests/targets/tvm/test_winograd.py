@@ -8,13 +8,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 tvm = pytest.importorskip("tvm")
 
 # ruff: noqa: E402
-from kernels import HOST, PROCESSORS, Shape, close, relax_module, scheduled, values, wide
+from kernels import DRAWN, HOST, PROCESSORS, Shape, close, relax_module, scheduled, values, wide
 from tvm import relax
 
 from attnrewrite.targets.record import Decision
@@ -24,7 +24,6 @@ from attnrewrite.targets.tvm.schedules.cpu.winograd.transforms import Scheme
 from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
 from attnrewrite.targets.tvm.schedules.profile import FLOAT16, Profile
 
-DRAWN = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 channels = st.integers(24, 70)
 sides = st.integers(16, 41)
 AVX, ARM, NARROW = PROCESSORS
