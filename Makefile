@@ -52,13 +52,12 @@ lint: venv
 
 venv: $(READY)
 
-# The virtual environment is made without pip and filled from outside: Debian's python3 has no ensurepip. Most of the
-# sixteen thousand files in it are never imported: those that are, Python compiles then.
+# The virtual environment is made without pip and filled from outside: Debian's python3 has no ensurepip.
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"attnrewrite needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv --without-pip $(VENV)
-	$(PYTHON) -m pip --python $(BIN)/python install --quiet --no-compile pip '$(TORCH)' -e '.[dev]'
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet pip '$(TORCH)' -e '.[dev]'
 	@touch $@
 
 clean:

@@ -262,7 +262,7 @@ class Group:
         return self.output if isinstance(self.output, Refusal) else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Scan:
     """Every softmax, SDPA and attention op of a graph, as a site or as a near miss, and which sites are joined."""
 
@@ -277,6 +277,10 @@ class Scan:
 
     def __len__(self) -> int:
         return len(self.sites)
+
+    def __repr__(self) -> str:
+        """One line, as sites hold all that is known of them."""
+        return f"<Scan of {self.model}: sites {len(self.sites)}, near misses {len(self.near_misses)}>"
 
     def group_of(self, site: str) -> str | None:
         """The id of the group of heads that a site belongs to, by its own id; None where it stands alone."""

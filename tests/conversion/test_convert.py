@@ -29,6 +29,7 @@ def test_sites_are_kept_by_id_or_by_name() -> None:
     done = ar.convert(encoder(), INPUTS, variant="l1", keep=["site0"])
     assert [site["note"] for site in done.report["sites"]] == ["stays as it is: kept on request", None]
     assert repr(done) == "<Conversion of Encoder: l1 at 1 of 2 sites>"
+    assert repr(done.scan) == "<Scan of Encoder: sites 2, near misses 0>"
     with pytest.raises(NothingMatchedError, match="kept on request"):
         ar.convert(encoder(), INPUTS, variant="l1", keep=names)
     with pytest.raises(InputError, match=r"unknown site to keep 'site7': did you mean 'site"):
