@@ -14,7 +14,7 @@ from attnrewrite.targets.runners.programs import Failed, Unavailable, run
 
 ANALYSER, DISASSEMBLER = "llvm-mca", "llvm-mc"
 HOT = 0.95  # of the instructions: the rest lies in thousands of blocks, and is taken at the others' mean
-PASSES = 100  # through each block
+PASSES = 100  # through each block, as many as llvm-mca takes of itself
 SUMMARY = ("--json", "--resource-pressure=false", "--instruction-info=false")
 TIMEOUT_S = 120  # seconds, for all blocks together
 ARCHITECTURE = "aarch64"
@@ -89,7 +89,7 @@ def _each(assembly: Sequence[str | Failed], core: str) -> list[float | Failed]:
 
 
 def _known(parts: Sequence[str | Failed], core: str) -> list[str | Failed]:
-    """The parts, and why not where one has an instruction that the tables lack, as atomic ones are: at that the
+    """Each part, or why the core's tables do not serve it: at one instruction that they lack, as atomic ones are, the
     analyser refuses all parts together.
     """
     try:

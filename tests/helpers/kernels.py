@@ -13,7 +13,7 @@ from attnrewrite.targets.agreement import FLOAT32
 from attnrewrite.targets.tvm.schedules.pipelines import cpu as pipeline
 from attnrewrite.targets.tvm.schedules.profile import Profile, profile
 
-# Few, as each compiles kernels; another few in the next run. What was once found wrong stands as an `example`.
+# Few, as each compiles kernels; a next run draws others.
 DRAWN = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 HOST = profile("host")
 # The widths, tiles and lanes of other instruction sets, compiled for this machine.
