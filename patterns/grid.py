@@ -32,15 +32,15 @@ def find_grid(graph: GraphView, strict: Tracer, query: Projection | None, tokens
 
 
 def _merged_grid(graph: GraphView, query: Projection, tokens: int, found: tuple[str, ...]) -> Grid | None:
-    """The rows and columns of a [B, rows, columns, C] that the tokens are, in order, where a feature map behind it is
+    """The rows and columns of a [..., rows, columns, C] that the tokens are, in order, where a feature map behind it is
     the same picture at another resolution: a stage after merged patches whose window is the whole map.
     """
     assert query.input is not None
     behind = Tracer(graph, partial(_before_rounding, graph)).trace(query.input.value)
     shape = graph.shape(behind.source) if behind.source else ()
-    if len(shape) != 4 or shape[1] * shape[2] != tokens or (np.diff(behind.index.ravel()) != 1).any():
+    if len(shape) < 4 or shape[-3] * shape[-2] != tokens or (np.diff(behind.index.ravel()) != 1).any():
         return None
-    rows, columns = shape[1:3]
+    rows, columns = shape[-3:-1]
     maps = [graph.shape(value)[2:] for value in found if graph.operation(value).kind in ("conv", "pool")]
     if any(len(size) == 2 and _is_reduced(size, (rows, columns)) for size in maps):
         return Grid(rows, columns)
@@ -53,12 +53,15 @@ def _is_reduced(large: tuple[int, ...], small: tuple[int, ...]) -> bool:
 
 
 def _joined_after(graph: GraphView, values: tuple[str, ...], tokens: int, prefix: int) -> bool:
-    """Whether some concatenation puts exactly `prefix` tokens before the image's."""
+    """Whether some concatenation puts exactly `prefix` tokens before the image's, along whichever axis tokens have."""
     for value in values:
         operation, shape = graph.operation(value), graph.shape(value)
-        if operation.name in ("cat", "concat") and len(shape) == 3 and shape[1] == tokens:
-            sizes = [graph.shape(operand)[1] for operand in operation.inputs]
-            if sizes[-1] == tokens - prefix and sum(sizes[:-1]) == prefix:
+        if operation.name not in ("cat", "concat"):
+            continue
+        parts = [graph.shape(operand) for operand in operation.inputs]
+        for axis in range(len(shape) - 1):
+            sizes = [part[axis] for part in parts]
+            if shape[axis] == sum(sizes) == tokens and sizes[-1] == tokens - prefix:
                 return True
     return False
 

@@ -15,6 +15,7 @@ from attnrewrite.frontends.capture import Captured, batch_of, capture, inputs_of
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.model_inputs import listed
 from attnrewrite.images.preprocessing import Size
+from attnrewrite.passes.base import PassResult
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import drawn_alike
 from attnrewrite.passes.fx.functionalise import functional_graph
@@ -46,15 +47,20 @@ def opened(captured: Captured, model: nn.Module | ExportedProgram) -> Captured:
 
 
 def fed_apart(captured: Captured) -> Captured:
-    """`captured`, with the example's batch for its only one where the graph takes any, but answers an image otherwise
-    beside others: code that reads its first image alone, or statistics of the batch.
+    """`captured`, which answers an image as it does beside others in the example, where the graph takes any batch but
+    answers an image otherwise beside others: code that reads its first image alone, or statistics of the batch. It has
+    the example's batch for its only one, or, where that is one image, is opened for any as the graph of one.
     """
     if captured.fixed_batch is not None:
         return captured
-    mixed = _mixed(captured.module, captured.example_inputs)
+    example = captured.example_inputs
+    mixed = _mixed(captured.module, example)
     if mixed is None:
         return captured
-    return replace(captured, fixed_batch=int(captured.example_inputs[0].shape[0]), note=f"the graph {mixed}")
+    fixed = replace(captured, fixed_batch=int(example[0].shape[0]), note=f"the graph {mixed}")
+    alone = _exported(captured.module, example) if fixed.fixed_batch == 1 else None
+    found = None if alone is None else OpenBatch(example).looked(alone)
+    return _for_any(fixed, found.graph) if isinstance(found, PassResult) else fixed
 
 
 @torch.no_grad()

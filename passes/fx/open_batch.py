@@ -2,7 +2,8 @@
 
 Two captures of a model with different batches tell which constants these are (`batch_compared`); where there is one
 capture only, because the model's code holds the batch as a number or a file was exported with it, the images are
-followed from the inputs through every operation (`batch_followed`). Either way the result is run beside the original.
+followed from the inputs through every operation (`batch_followed`). Where they cannot be, a graph of one image is
+mapped over images (`batch_mapped`). Every way, the result is run beside the original.
 """
 
 import copy
@@ -20,6 +21,7 @@ from attnrewrite.passes.copying import quiet_copying
 from attnrewrite.passes.draws import drawn
 from attnrewrite.passes.fx.batch_compared import compare
 from attnrewrite.passes.fx.batch_followed import Guesses, follow
+from attnrewrite.passes.fx.batch_mapped import map_images
 from attnrewrite.passes.fx.batch_symbols import symbolic, with_sizes
 from attnrewrite.passes.fx.signature import is_open
 from attnrewrite.passes.in_batches import answers_otherwise, images_mixed, with_images
@@ -104,12 +106,30 @@ class OpenBatch(Pass[GraphModule]):
     def _opened(self, graph: GraphModule, batch: int, open_inputs: list[int]) -> Iterator[GraphModule | Refusal]:
         """The ways to open the graph, not yet checked, or why one failed."""
         if self.wider is not None:
-            module, size = _copied(graph)
+            module = _copied(graph)
+            size = _size_of(module)
             yield compare(module, self.wider, size) or _cleaned(module, size)
+        yield from self._followed(graph, batch, open_inputs)
+        if batch == 1:
+            yield self._mapped(graph, open_inputs)
+
+    def _mapped(self, graph: GraphModule, open_inputs: list[int]) -> GraphModule | Refusal:
+        """The graph of one image mapped over two and over three, which tell what the batch is as two captures do."""
+        module, wider = _copied(graph), _copied(graph)
+        for each, count in ((module, READ_WITH), (wider, READ_WITH + 1)):
+            refusal = map_images(each, with_images(self.example, count), open_inputs)
+            if refusal is not None:
+                return refusal
+        size = _size_of(module)
+        return compare(module, wider, size) or _cleaned(module, size)
+
+    def _followed(self, graph: GraphModule, batch: int, open_inputs: list[int]) -> Iterator[GraphModule | Refusal]:
+        """The ways to open it by following its images."""
         images = next(prime for prime in PRIMES if prime != batch)
         chosen: dict[Any, int] = {}
         for _ in range(MOST_TRIES):
-            module, size = _copied(graph)
+            module = _copied(graph)
+            size = _size_of(module)
             inputs = symbolic(self.example, open_inputs, images)  # anew: a wrong way may settle the batch
             guesses = Guesses(chosen)
             yield follow(module, inputs, batch, size, guesses) or _cleaned(module, size)
@@ -133,15 +153,19 @@ def _placeholders(graph: GraphModule) -> list[Node]:
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
-def _copied(graph: GraphModule) -> tuple[GraphModule, Node]:
-    """A copy that shares the weights, and the node of its batch."""
+def _copied(graph: GraphModule) -> GraphModule:
+    """A copy that shares the weights."""
     with quiet_copying():
         result = GraphModule(graph, copy.deepcopy(graph.graph))
     result.meta.update(graph.meta)
-    places = _placeholders(result)
-    with result.graph.inserting_after(places[-1]):
-        size = result.graph.call_function(torch.ops.aten.sym_size.int, (places[0], 0))
-    return result, size
+    return result
+
+
+def _size_of(module: GraphModule) -> Node:
+    """A new node of `module` that makes its batch."""
+    places = _placeholders(module)
+    with module.graph.inserting_after(places[-1]):
+        return module.graph.call_function(torch.ops.aten.sym_size.int, (places[0], 0))
 
 
 def _cleaned(module: GraphModule, size: Node) -> GraphModule:
@@ -153,8 +177,10 @@ def _cleaned(module: GraphModule, size: Node) -> GraphModule:
 
 
 def _edits(before: GraphModule, after: GraphModule) -> Iterator[Edit]:
-    """The nodes whose arguments are others now."""
-    own = {node.name: (str(node.args), str(node.kwargs)) for node in before.graph.nodes}
-    for node in after.graph.nodes:
-        if own.get(node.name) not in (None, (str(node.args), str(node.kwargs))):
-            yield Edit(node.name, node.name)
+    """The nodes whose arguments are others now, and those that others stand for."""
+    own, known = (
+        {node.name: (str(node.args), str(node.kwargs)) for node in each.graph.nodes} for each in (before, after)
+    )
+    for name, arguments in own.items():
+        if known.get(name) != arguments:
+            yield Edit(name, name if name in known else None)

@@ -78,6 +78,31 @@ def test_a_batch_that_code_settles_for_is_found_where_no_example_is_given(tmp_pa
         torch.testing.assert_close(found, one_by_one(Pictures(1).eval(), 1), rtol=1e-4, atol=1e-5)
 
 
+class Squeezed(Pictures):
+    """Without an axis of pictures inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token[0], self.embed(x).squeeze(0).flatten(1).transpose(0, 1)])
+        q, k, v = self.qkv(x).view(5, 3, 2, 8).permute(1, 2, 0, 3).unbind(0)
+        x = x + self.proj(((q @ k.transpose(1, 2) / 8**0.5).softmax(-1) @ v).transpose(0, 1).reshape(5, 16))
+        return self.head(x[:1])
+
+
+@pytest.mark.parametrize("exporter", ["script", "dynamo"])
+def test_a_file_without_an_axis_of_pictures_inside_is_calibrated_with_many_and_written_as_it_was(
+    exporter: str, tmp_path: Path
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    model, file = Squeezed(1).eval(), tmp_path / "squeezed.onnx"
+    newer = exporter == "dynamo"
+    torch.onnx.export(model, (PICTURES[:1],), file, dynamo=newer, opset_version=18 if newer else 17, verbose=False)
+    done = ar.convert(file, variant="l1", calibration=PICTURES)
+    assert (done.report["fixed_batch"], done.module(PICTURES).shape) == (None, (13, 5))
+    done.save(tmp_path / "out")
+    (given,) = onnx.load(tmp_path / "out" / "model.onnx").graph.input
+    assert [axis.dim_value for axis in given.type.tensor_type.shape.dim] == [1, 3, 8, 8]
+
+
 @pytest.fixture(scope="module")
 def converted(files: Path) -> Conversion:
     return ar.convert(files / "dynamo.onnx", variant="l1", calibration=PICTURES)
@@ -137,17 +162,27 @@ class LessTheOthers(AnySize):
         return found - found.mean(0, keepdim=True) / 2
 
 
-@pytest.mark.parametrize(("kind", "why"), [(OfTheFirst, "as [1, 5] for 2 images"), (LessTheOthers, "beside others")])
-def test_an_open_batch_whose_pictures_are_not_apart_is_fed_the_examples_and_told(
-    kind: type[AnySize], why: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", [OfTheFirst, LessTheOthers])
+def test_an_open_batch_whose_pictures_are_not_apart_is_that_of_one_picture_mapped_over_all(
+    kind: type[AnySize], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = kind(1).eval()
     with caplog.at_level(logging.WARNING, "attnrewrite"):
-        done = ar.convert(model, (PICTURES[:1],), variant="l1", calibration=PICTURES)
+        done = ar.convert(model, (PICTURES[:1],), variant="softmax", calibration=PICTURES)
         found = any_batch(Source("mine", model, None, (PICTURES[:1],)))(PICTURES)
-    assert done.report["fixed_batch"] == 1
-    assert caplog.text.count(why) == 2
-    torch.testing.assert_close(found, one_by_one(model, 1), rtol=1e-5, atol=1e-6)
+    assert (done.report["fixed_batch"], caplog.text) == (None, "")
+    for answer in (found, done.module(PICTURES)):
+        torch.testing.assert_close(answer, one_by_one(model, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_pictures_that_the_example_has_beside_others_are_fed_as_many_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = LessTheOthers(1).eval()
+    with caplog.at_level(logging.WARNING, "attnrewrite"):
+        done = ar.convert(model, (PICTURES[:2],), variant="l1", calibration=PICTURES)
+        found = any_batch(Source("mine", model, None, (PICTURES[:2],)))(PICTURES)
+    assert done.report["fixed_batch"] == 2
+    assert caplog.text.count("beside others") == 2
+    torch.testing.assert_close(found[:12], one_by_one(model, 2)[:12], rtol=1e-5, atol=1e-6)
     assert [each.n for each in ar.evaluate(done, PICTURES).values()] == [13, 13]
 
 

@@ -45,6 +45,32 @@ def test_the_grid_of_a_stage_that_is_one_window(case: str) -> None:
     assert site.grid == expected
 
 
+class Joined(nn.Module):
+    """[1, 8, 3, 4] -> a token before those of the map, [1, 13, 8], or laid out as `layout` says."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout, self.stem, self.token = layout, nn.Conv2d(8, 8, 1), nn.Parameter(torch.randn(1, 1, 8))
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).flatten(2).mT
+        if self.layout == "tokens first":
+            x = torch.cat([self.token, x.transpose(0, 1)]).transpose(0, 1)
+        elif self.layout == "no images":
+            x = torch.cat([self.token[0], x.squeeze(0)])[None]
+        else:
+            x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        q, k, v = self.qkv(x).view(-1, 13, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return self.proj(((q @ k.mT * 0.5).softmax(-1) @ v).transpose(1, 2).reshape(-1, 13, 8))
+
+
+@pytest.mark.parametrize("layout", ["images first", "tokens first", "no images"])
+def test_a_token_before_those_of_a_map_is_seen_along_whichever_axis_tokens_have(layout: str) -> None:
+    (site,) = explain(Joined(layout).eval(), (torch.randn(1, 8, 3, 4),))
+    assert site.grid == Grid(3, 4, 1)
+
+
 class Patches(nn.Module):
     """[B, 8, 6, 8], of whose 2x2 patches each pixel attends to its like in the others, in two layers."""
 

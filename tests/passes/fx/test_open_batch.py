@@ -175,6 +175,92 @@ def assert_answers(opened: torch.fx.GraphModule, model: nn.Module) -> None:
     assert rewritten_sites(opened) == {}
 
 
+class Alone(Model):
+    """One image without an axis of images, [5, 8], attention written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer(self.attended(torch.cat([self.token[0], x.squeeze(0)])))
+
+    def attended(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(TOKENS, 3, HEADS, WIDTH // HEADS).permute(1, 2, 0, 3).unbind(0)
+        return x + self.proj(self.mixed(q, k, v).transpose(0, 1).reshape(TOKENS, WIDTH))
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[heads, tokens, channels] of each."""
+        return (q @ k.mT / 2).softmax(-1) @ v
+
+    def answer(self, x: Tensor) -> Tensor:
+        return self.head(x[0])[None]
+
+
+class AloneInOne(Alone):
+    """Attention in one operation, for which the image gets its axis back; the mean of all tokens answers."""
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+
+    def answer(self, x: Tensor) -> Tensor:
+        return self.head(x.mean(0)).unsqueeze(0)
+
+
+class AloneMasked(Alone):
+    """A mask for all images, attention in one operation of three axes."""
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(TOKENS, TOKENS).tril().bool())
+
+
+class AloneInHeads(Alone):
+    """Products of one vector each, sums written as such, a head of the image's own tokens [1, 40]."""
+
+    def __init__(self, batch: Callable[[Tensor], int]) -> None:
+        super().__init__(batch)
+        self.last = nn.Linear(TOKENS * WIDTH, 3)
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("hij,hjd->hid", torch.einsum("hid,hjd->hij", q, k).div(2).softmax(-1), v)
+
+    def answer(self, x: Tensor) -> Tensor:
+        return self.last(x.view(1, -1)) + self.head(x.split(1)[2])
+
+
+class Looped(Model):
+    """A loop over the images, of which there is one."""
+
+    def attend(self, x: Tensor, b: int) -> Tensor:
+        return torch.stack([super(Looped, self).attend(image[None], 1)[0] for image in x.unbind(0)])
+
+
+class OfAll(Model):
+    """What all images have in common, where there is one."""
+
+    def answer(self, x: Tensor) -> Tensor:
+        return self.head((x + x.mean(0)).amax(1))
+
+
+# What is done with the axis of one image, along which no other could be followed.
+ALONE: dict[str, type[Model]] = {
+    "taken away": Alone,
+    "taken away, attention in one operation": AloneInOne,
+    "taken away, masked": AloneMasked,
+    "taken away, sums of products": AloneInHeads,
+    "gone through": Looped,
+    "averaged over": OfAll,
+}
+
+
+@pytest.mark.parametrize("spelling", ALONE)
+def test_a_graph_of_one_image_is_mapped_over_images_whatever_it_does_with_their_axis(spelling: str) -> None:
+    model = ALONE[spelling](lambda x: 1)
+    fixed, example = graph(model, 1)
+    opened, edits = OpenBatch(example).apply(fixed)
+    assert edits
+    assert_answers(opened, InBatches(model, 1))
+    assert {node.target for node in fixed.graph.find_nodes(op="get_attr")} == {
+        node.target for node in opened.graph.find_nodes(op="get_attr")
+    }
+
+
 class OneByOne(Model):
     def attend(self, x: Tensor, b: int) -> Tensor:
         return torch.stack([super(OneByOne, self).attend(x[i : i + 1], 1)[0] for i in range(b)])
