@@ -100,10 +100,11 @@ class _Mapped(Interpreter):
         others = [each for each in node.all_input_nodes if each not in data]
         if not data or not self.of_images.issuperset(data) or not self.of_images.isdisjoint(others):
             return False
-        ranks = {self.env[each].dim() for each in data}
-        if count == 1:
-            return True
-        return len(ranks) == 1 and min(ranks) > 2 and all(self.env[mask].dim() < min(ranks) for mask in others)
+        rank, *ranks = (self.env[each].dim() for each in data)
+        aligned = (
+            rank > 2 and all(each == rank for each in ranks) and all(self.env[each].dim() < rank for each in others)
+        )
+        return count == 1 or aligned  # what is multiplied is laid beside each other from the last axis on
 
     def _map(self, node: Node) -> None:
         """Put what torch.vmap makes of `node` in its place; attention, which it would run image by image, is written
