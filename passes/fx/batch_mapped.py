@@ -23,7 +23,8 @@ from attnrewrite.patterns.fx.operators import operator_name
 
 aten = torch.ops.aten
 
-# What computes over the last axes, whatever stands in front of them: how many of its operands are data, not weights.
+# What computes over the last axes, whatever stands in front of them, as what computes each element by itself does: how
+# many of its operands are data, not weights.
 _OVER_LAST = {"linear": 1, "layer_norm": 1, "rms_norm": 1, "matmul": 2, "scaled_dot_product_attention": 3}
 
 
@@ -95,16 +96,16 @@ class _Mapped(Interpreter):
 
     def _takes_more_axes(self, node: Node) -> bool:
         """Whether an operation on images means the same with one more axis in front."""
+        pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
         count = _OVER_LAST.get(operator_name(node), 0)
-        data = [each for each in node.args[:count] if isinstance(each, Node)]
-        others = [each for each in node.all_input_nodes if each not in data]
+        read = node.all_input_nodes
+        data = [each for each in read if each in (self.of_images if pointwise else node.args[:count])]
+        others = [each for each in read if each not in data]
         if not data or not self.of_images.issuperset(data) or not self.of_images.isdisjoint(others):
             return False
         rank, *ranks = (self.env[each].dim() for each in data)
-        aligned = (
-            rank > 2 and all(each == rank for each in ranks) and all(self.env[each].dim() < rank for each in others)
-        )
-        return count == 1 or aligned  # what is multiplied is laid beside each other from the last axis on
+        aligned = all(each == rank for each in ranks) and all(self.env[each].dim() < rank for each in others)
+        return count == 1 or (aligned and (pointwise or rank > 2))  # a product of vectors is one of matrices otherwise
 
     def _map(self, node: Node) -> None:
         """Put what torch.vmap makes of `node` in its place; attention, which it would run image by image, is written
