@@ -56,9 +56,9 @@ def _joined_after(graph: GraphView, values: tuple[str, ...], tokens: int, prefix
     """Whether some concatenation puts exactly `prefix` tokens before the image's, along whichever axis tokens have."""
     for value in values:
         operation, shape = graph.operation(value), graph.shape(value)
-        if operation.name not in ("cat", "concat"):
-            continue
         parts = [graph.shape(operand) for operand in operation.inputs]
+        if operation.name not in ("cat", "concat") or any(len(part) != len(shape) for part in parts):
+            continue
         for axis in range(len(shape) - 1):
             sizes = [part[axis] for part in parts]
             if shape[axis] == sum(sizes) == tokens and sizes[-1] == tokens - prefix:

@@ -47,9 +47,9 @@ def opened(captured: Captured, model: nn.Module | ExportedProgram) -> Captured:
 
 
 def fed_apart(captured: Captured) -> Captured:
-    """`captured`, which answers an image as it does beside others in the example, where the graph takes any batch but
-    answers an image otherwise beside others: code that reads its first image alone, or statistics of the batch. It has
-    the example's batch for its only one, or, where that is one image, is opened for any as the graph of one.
+    """`captured`, with the example's batch for its only one where the graph takes any, but answers an image otherwise
+    beside others: code that reads its first image alone, or statistics of the batch. Where the example is one image,
+    the graph of that one is opened for any number of them instead, if it can be.
     """
     if captured.fixed_batch is not None:
         return captured
