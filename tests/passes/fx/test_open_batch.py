@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.passes.base import PassResult
+from attnrewrite.passes.fx.batch_mapped import map_images
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.open_batch import OpenBatch
-from attnrewrite.passes.in_batches import InBatches
+from attnrewrite.passes.in_batches import InBatches, with_images
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
@@ -259,6 +260,20 @@ def test_a_graph_of_one_image_is_mapped_over_images_whatever_it_does_with_their_
     assert {node.target for node in fixed.graph.find_nodes(op="get_attr")} == {
         node.target for node in opened.graph.find_nodes(op="get_attr")
     }
+
+
+class Counted(Alone):
+    """As many numbers as the image has different values."""
+
+    def answer(self, x: Tensor) -> Tensor:
+        return super().answer(x * x.unique().sum())
+
+
+def test_what_torch_cannot_map_is_told_with_its_node() -> None:
+    fixed, example = graph(Counted(lambda x: 1), 1)
+    found = map_images(fixed, with_images(example, 2), [0])
+    assert found is not None
+    assert (found.code, "at _unique2" in found.sentence) == ("batch-refused", True), found
 
 
 class OneByOne(Model):
