@@ -6,7 +6,7 @@ import numpy as np
 
 from attnrewrite.errors import Refusal
 from attnrewrite.patterns.graph import GraphView, Operation
-from attnrewrite.patterns.provenance import FILL, Crossed, Tracer, layout_of, numbered
+from attnrewrite.patterns.provenance import FILL, Crossed, Tracer, layout_of, numbered_value
 from attnrewrite.site import Operand
 
 
@@ -64,7 +64,7 @@ class Side:
 
     def numbers(self, graph: GraphView) -> np.ndarray:
         """The operand's own elements, numbered row-major, as `lines`."""
-        return self.lines(numbered(graph.shape(self.value)))
+        return self.lines(numbered_value(graph, self.value))
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,21 @@ No permutation is matched literally. The elements of a source are numbered, and 
 reshapes, transposes and slices as the data: the result says which element of the source each element of a tensor is.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, reduce
 
 import numpy as np
 
-from attnrewrite.errors import Refusal
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.resources import format_bytes, free_memory
 from attnrewrite.site import Layout
 
 FILL = -1  # an element that no source provides (padding)
+MANY = 1 << 24  # elements from which on it is asked whether memory has room for their numbers
+COPIES = 4  # of a value's numbers that are held at a time, as they are moved and compared
 
 Crossing = Callable[[Operation], "Crossed | None"]
 
@@ -57,6 +61,19 @@ def numbered(shape: tuple[int, ...], first: int = 0) -> np.ndarray:
     """The elements of a tensor numbered row-major, from `first` on."""
     stop = first + int(np.prod(shape, dtype=int))
     return np.arange(first, stop, dtype=_integer(stop)).reshape(shape)
+
+
+def numbered_value(graph: GraphView, value: str, first: int = 0) -> np.ndarray:
+    """The elements of a value numbered, as `numbered` does. Raises InputError where memory has no room for them."""
+    shape = graph.shape(value)
+    count = math.prod(shape)
+    needed = COPIES * count * np.dtype(_integer(first + count)).itemsize
+    if count > MANY and needed > (free := free_memory()):
+        raise InputError(
+            f"{value} has {count:,} elements: to follow them takes some {format_bytes(needed)} of memory, and "
+            f"{format_bytes(free)} are free; give a smaller --input-size, or export the model for a smaller one"
+        )
+    return numbered(shape, first)
 
 
 def _integer(most: int) -> type[np.signedinteger]:
@@ -168,7 +185,7 @@ class Tracer:
         return self._itself(value)
 
     def _itself(self, value: str) -> Provenance:
-        return Provenance((value,), (0,), numbered(self._graph.shape(value), first=1), 1.0, ())
+        return Provenance((value,), (0,), numbered_value(self._graph, value, first=1), 1.0, ())
 
     def _broadcast(self, numbers: np.ndarray, value: str) -> np.ndarray:
         """Numbers of an operand as those of the result: broadcast, or nearest where positions were pooled."""
@@ -256,7 +273,7 @@ _OVER_IMAGES = frozenset({"batch", "batch_statistics", "group_norm", "native_gro
 
 def push(graph: GraphView, source: str, path: tuple[str, ...]) -> np.ndarray:
     """The numbered elements of `source` after the movements, casts and position-keeping maps of `path`, in order."""
-    index = numbered(graph.shape(source), first=1)  # on the way, as movement fills up with zeros
+    index = numbered_value(graph, source, first=1)  # on the way, as movement fills up with zeros
     known = {source: index}
     for value in path:
         operation = graph.operation(value)

@@ -96,6 +96,11 @@ def huge_expand(folder: Path) -> Path:
     return written(folder / "model.onnx", proto(body, 17))
 
 
+def large_scores(folder: Path) -> Path:
+    body = "t = Transpose<perm=[0, 2, 1]>(x) s = MatMul(x, t) p = Softmax(s) y = MatMul(p, x)"
+    return written(folder / "model.onnx", proto(body, 17, "float[2,65535,16] x"))
+
+
 def open_width(folder: Path) -> Path:
     return written(folder / "model.onnx", proto("y = Softmax(x)", 17, "float[B,N,16] x"))
 
@@ -183,6 +188,7 @@ BAD = {
     short_weight: r"initialiser 'bk' has 64 bytes, its dimensions \[1099511627776\] need",
     huge_input: "no machine holds it",
     huge_expand: "no machine holds it",
+    large_scores: r"s has 8,589,672,450 elements: to follow them takes some 256.0 GiB of memory",
     open_width: "input 'x' leaves axis 1 open: give --input-size",
     external("../secret"): "points outside the model's folder",
     external("link"): "points outside the model's folder",
