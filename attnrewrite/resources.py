@@ -12,6 +12,7 @@ from attnrewrite.errors import InputError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _CGROUP = Path("/sys/fs/cgroup")
+_UNASKED = 2**26  # bytes that there is always room for
 
 
 def parse_bytes(text: str | int) -> int:
@@ -60,6 +61,13 @@ def free_memory() -> int:
     """
     limits = [free for free in (_machine(), _control_group()) if free is not None]
     return max(0, min(limits)) if limits else (physical_memory() or 0) // 2
+
+
+def require_memory(needed: int, what: str, way_out: str) -> None:
+    """Raise InputError where `what` takes `needed` bytes, and so many are not free."""
+    if needed > _UNASKED and needed > (free := free_memory()):
+        sizes = f"{format_bytes(needed)} of memory, and {format_bytes(free)} are free"
+        raise InputError(f"{what} takes some {sizes}; {way_out}")
 
 
 def physical_memory() -> int | None:

@@ -11,13 +11,12 @@ from functools import cached_property, reduce
 
 import numpy as np
 
-from attnrewrite.errors import InputError, Refusal
+from attnrewrite.errors import Refusal
 from attnrewrite.patterns.graph import GraphView, Operation
-from attnrewrite.resources import format_bytes, free_memory
+from attnrewrite.resources import require_memory
 from attnrewrite.site import Layout
 
 FILL = -1  # an element that no source provides (padding)
-MANY = 1 << 24  # elements from which on it is asked whether memory has room for their numbers
 COPIES = 4  # of a value's numbers that are held at a time, as they are moved and compared
 
 Crossing = Callable[[Operation], "Crossed | None"]
@@ -68,11 +67,8 @@ def numbered_value(graph: GraphView, value: str, first: int = 0) -> np.ndarray:
     shape = graph.shape(value)
     count = math.prod(shape)
     needed = COPIES * count * np.dtype(_integer(first + count)).itemsize
-    if count > MANY and needed > (free := free_memory()):
-        raise InputError(
-            f"{value} has {count:,} elements: to follow them takes some {format_bytes(needed)} of memory, and "
-            f"{format_bytes(free)} are free; give a smaller --input-size, or export the model for a smaller one"
-        )
+    way_out = "give a smaller --input-size, or export the model for a smaller one"
+    require_memory(needed, f"{value} has {count:,} elements: following them", way_out)
     return numbered(shape, first)
 
 

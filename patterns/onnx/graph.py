@@ -157,7 +157,7 @@ class OnnxGraph:
             InputError: it is computed by an operator that cannot be evaluated.
         """
         known = ChainMap(self._constants, self._sizes.known)
-        array = computed(self._values[value], known, self.prepared.opsets)
+        array = computed(self._values[value], known, self._sizes, self.prepared.opsets)
         assert array is not None, f"{value} is a constant"
         if array.size <= _WORTH_KEEPING:
             self._constants[value] = array

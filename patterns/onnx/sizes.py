@@ -4,6 +4,7 @@ Each node is asked on its own: onnx's shape inference, given the sizes of its op
 ones (the shapes that exporters compute in the graph), answers exactly where whole-graph inference gives symbols.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,10 +17,12 @@ from onnx.shape_inference import InferenceError, infer_node_outputs
 
 from attnrewrite.errors import AttnRewriteError, InputError, first_line
 from attnrewrite.patterns.onnx.files import schema_of
+from attnrewrite.resources import require_memory
 
 Size = tuple[int, ...]
 _SMALL = 4096  # elements up to which a value may be some operand's shape
 _MOST_ELEMENTS = 1 << 33
+_WIDEST = 8  # bytes of an element
 _FLOAT = onnx.TensorProto.FLOAT
 # The first opsets that onnx's reference evaluates; what they added are types, so that older nodes mean the same.
 _FIRST_WRITTEN = {"QuantizeLinear": 21, "DequantizeLinear": 21}
@@ -151,12 +154,14 @@ def evaluate(node: ir.Node, arrays: Sequence[np.ndarray | None], opsets: Mapping
     return [np.asarray(array) for array in (result if isinstance(result, tuple) else (result,))]
 
 
-def computed(value: ir.Value, known: Mapping[str, np.ndarray], opsets: Mapping[str, int]) -> np.ndarray | None:
+def computed(
+    value: ir.Value, known: Mapping[str, np.ndarray], sizes: Sizes, opsets: Mapping[str, int]
+) -> np.ndarray | None:
     """The elements of a value, evaluated with all that it is made of that is not `known` by name; None where that is no
     constant. Without recursion: graphs may be long.
 
     Raises:
-        InputError: it is made by an operator that cannot be evaluated.
+        InputError: it is made by an operator that cannot be evaluated, or whose result memory has no room for.
     """
     memory: dict[str, np.ndarray] = {}
 
@@ -177,10 +182,18 @@ def computed(value: ir.Value, known: Mapping[str, np.ndarray], opsets: Mapping[s
                 pending += missing
                 continue
             arrays = [None if operand is None else stored(operand) for operand in node.inputs]
+            _require_memory(node, sizes)
             for output, made in zip(node.outputs, evaluate(node, arrays, opsets), strict=False):
                 memory[_name(output)] = made
         pending.pop()
     return stored(value)
+
+
+def _require_memory(node: ir.Node, sizes: Sizes) -> None:
+    """Raise InputError where memory has no room for what a node makes: a few stored numbers may ask for any length."""
+    count = sum(math.prod(sizes.size.get(output.name or "", ())) for output in node.outputs)
+    what = f"node {node.name!r} ({node.op_type}), which makes {count:,} elements,"
+    require_memory(_WIDEST * count, what, "no model needs such a constant: export it again")
 
 
 def is_function_of_operands(node: ir.Node) -> bool:

@@ -92,7 +92,7 @@ def _sum(node: ir.Node, setting: Setting) -> _Sum | None:
 def _written(indices: ir.Value, size: Size, setting: Setting) -> Box | None:
     """The part that a ScatterND into a tensor of `size` writes to; None where that is no box, or not known."""
     try:
-        places = computed(indices, setting.sizes.known, setting.opsets)
+        places = computed(indices, setting.sizes.known, setting.sizes, setting.opsets)
     except InputError:  # as of a file that calls its batch open, and holds it as a number
         return None
     return None if places is None else box_of(places, size)

@@ -101,6 +101,12 @@ def large_scores(folder: Path) -> Path:
     return written(folder / "model.onnx", proto(body, 17, "float[2,65535,16] x"))
 
 
+def long_range(folder: Path) -> Path:
+    ends = "a = Constant<value_int=0>() b = Constant<value_int=8000000000>() c = Constant<value_int=1>()"
+    body = f"{ends} r = Range(a, b, c) f = Cast<to=1>(r) m = ReduceMax(f) z = Add(x, m) y = Softmax(z)"
+    return written(folder / "model.onnx", proto(body, 17))
+
+
 def open_width(folder: Path) -> Path:
     return written(folder / "model.onnx", proto("y = Softmax(x)", 17, "float[B,N,16] x"))
 
@@ -188,7 +194,8 @@ BAD = {
     short_weight: r"initialiser 'bk' has 64 bytes, its dimensions \[1099511627776\] need",
     huge_input: "no machine holds it",
     huge_expand: "no machine holds it",
-    large_scores: r"s has 8,589,672,450 elements: to follow them takes some 256.0 GiB of memory",
+    large_scores: r"s has 8,589,672,450 elements: following them takes some 256.0 GiB of memory",
+    long_range: r"node .node3. \(Range\), which makes 8,000,000,000 elements, takes some 59.6 GiB of memory",
     open_width: "input 'x' leaves axis 1 open: give --input-size",
     external("../secret"): "points outside the model's folder",
     external("link"): "points outside the model's folder",
