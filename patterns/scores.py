@@ -256,6 +256,8 @@ class _Passage:
 
 def _passage(graph: GraphView, operation: Operation, value: str, softmax: str) -> _Passage | None:
     """How probabilities at `value` pass through an operation; None where what it makes are no probabilities."""
+    if operation.name == "output":  # which is no tensor, and has no shape
+        return None
     keeps_shape = graph.shape(operation.value) == graph.shape(value)
     if operation.kind == "matmul":  # with a constant
         return _Passage(mixes_heads=True) if keeps_shape and operation.inputs != (value, value) else None
