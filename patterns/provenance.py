@@ -17,7 +17,7 @@ from attnrewrite.resources import require_memory
 from attnrewrite.site import Layout
 
 FILL = -1  # an element that no source provides (padding)
-COPIES = 4  # of a value's numbers that are held at a time, as they are moved and compared
+_COPIES = 4  # of a value's numbers that are held at a time, as they are moved and compared
 
 Crossing = Callable[[Operation], "Crossed | None"]
 
@@ -66,7 +66,7 @@ def numbered_value(graph: GraphView, value: str, first: int = 0) -> np.ndarray:
     """The elements of a value numbered, as `numbered` does. Raises InputError where memory has no room for them."""
     shape = graph.shape(value)
     count = math.prod(shape)
-    needed = COPIES * count * np.dtype(_integer(first + count)).itemsize
+    needed = _COPIES * count * np.dtype(_integer(first + count)).itemsize
     way_out = "give a smaller --input-size, or export the model for a smaller one"
     require_memory(needed, f"{value} has {count:,} elements: following them", way_out)
     return numbered(shape, first)
