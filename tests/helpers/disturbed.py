@@ -245,7 +245,8 @@ def counted(m: Disturbed, t: Tensor) -> Tensor:
 def per_window(m: Disturbed, t: Tensor, each: Disturbance, number: int) -> Tensor:
     """What joins differs from window to window, or from head to head where these are folded into the batch."""
     groups = WINDOWS if m.recipe.layout == "windows" and t.shape[0] != 1 else HEADS
-    lead = groups if m.recipe.layout == "windows" or (m.recipe.product == "bmm" and t.dim() == 3) else 1
+    folded = m.recipe.layout == "windows" or (m.recipe.product == "bmm" and t.dim() == 3)
+    lead = groups if folded and each.place != "input" else 1  # the input is of images, which are not to be told apart
     constant = m.constant(number, (lead, *shape_of(t, each)[1:]), lambda shape: 0.5 + torch.rand(shape)).to(t.dtype)
     return (t.reshape(-1, lead, *t.shape[1:]) + constant).reshape(t.shape)
 
