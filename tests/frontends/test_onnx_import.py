@@ -1,5 +1,6 @@
 """ONNX into torch: every operator that is translated computes what onnxruntime computes, at any batch."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,11 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx_spellings import NOT_ON_PROCESSORS, SPELLINGS, proto, spelled
+from torch import Tensor, nn
 
 from attnrewrite.errors import InputError
 from attnrewrite.frontends.capture import capture
-from attnrewrite.frontends.onnx.importer import TOLERANCE, difference, import_graph
+from attnrewrite.frontends.onnx.importer import TOLERANCE, difference, example_inputs, import_graph
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
@@ -352,6 +354,53 @@ def test_whole_numbers_of_an_example_name_rows_that_a_table_has() -> None:
     )
     assert (example.dtype, int(example.min()), int(example.max())) == (torch.int64, 0, 15)
     assert module(example).shape == (2, 1, 99, 16)
+
+
+def test_no_row_of_truths_of_an_example_is_all_true_or_all_false() -> None:
+    body = "f = Cast<to=1>(mask) g = ReduceMax<axes=[-1]>(f) y = Mul(x, g)"
+    model = proto(body, 17, f"{TOKENS}, bool[B,10,2] mask, bool[B,1] one", "float[B,10,16] y")
+    _, mask, one = example_inputs(OnnxGraph(ir.serde.deserialize_model(model)))
+    assert bool((mask.any(-1) & ~mask.all(-1)).all())
+    assert (one.dtype, tuple(one.shape)) == (torch.bool, (2, 1))
+
+
+class Answer(nn.Module):
+    def __init__(self, *rows: float) -> None:
+        super().__init__()
+        self.rows = torch.tensor(rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows.expand_as(x)
+
+
+@pytest.mark.parametrize(
+    ("answer", "same"),
+    [
+        ((math.nan, -math.inf, 0.0, 2.0), True),
+        ((math.nan, -math.inf, 0.0, 2.1), False),
+        ((math.nan, math.inf, 0.0, 2.0), False),
+        ((0.0, -math.inf, 0.0, 2.0), False),
+        ((math.nan, -math.inf, math.nan, 2.0), False),
+    ],
+)
+def test_what_is_no_number_in_both_is_no_difference(answer: tuple[float, ...], same: bool) -> None:
+    """A file may answer NaN for a query that sees no key, and minus infinity for a class that is left out."""
+    body = "zero = Constant<value_float=0.0>() w = Constant<value_floats=[0.0, -1.0, 1.0, 1.0]>() z = Mul(x, zero) "
+    body += "one = Constant<value_floats=[0.0, 0.0, 1.0, 1.0]>() a = Add(z, w) b = Div(a, one) "
+    model = ir.serde.deserialize_model(
+        proto(
+            body + "c = Constant<value_floats=[0.0, 0.0, 1.0, -1.0]>() y = Sub(b, c)",
+            17,
+            "float[B,4] x",
+            "float[B,4] y",
+        )
+    )
+    assert (difference(model, Answer(*answer), (torch.randn(3, 4),)) <= TOLERANCE) is same
+
+
+def test_where_nothing_is_a_number_nothing_is_known() -> None:
+    model = proto("z = Sub(x, x) y = Div(z, z)", 17, "float[B,4] x", "float[B,4] y")
+    assert difference(ir.serde.deserialize_model(model), Answer(math.nan), (torch.randn(3, 4),)) == math.inf
 
 
 @pytest.mark.parametrize("name", [name for name in SPELLINGS if name not in NOT_ON_PROCESSORS])

@@ -1,5 +1,6 @@
 """An ONNX model in onnxruntime, and a torch module held to it."""
 
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,19 @@ def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -
 
 def _largest(found: Tensor | tuple[Tensor, ...], wanted: Sequence[Tensor]) -> float:
     pairs = zip(found if isinstance(found, tuple) else (found,), wanted, strict=True)
-    return max(relative_error(mine, theirs) for mine, theirs in pairs)
+    return max(_apart(mine, theirs) for mine, theirs in pairs)
+
+
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    """`relative_error` but for what is the same and no number: NaN, as of a query that sees no key, or one infinity.
+    Where all is, nothing is known.
+    """
+    if found.shape != wanted.shape:
+        return math.inf
+    no_number = (found.isnan() & wanted.isnan()) | (wanted.isinf() & (found == wanted))
+    return (
+        math.inf if wanted.numel() and bool(no_number.all()) else relative_error(found[~no_number], wanted[~no_number])
+    )
 
 
 def half_of(model: ir.Model) -> torch.dtype | None:

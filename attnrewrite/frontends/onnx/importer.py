@@ -59,7 +59,10 @@ def _require_numbers(model: ir.Model) -> None:
 
 
 def example_inputs(graph: OnnxGraph) -> tuple[Tensor, ...]:
-    """Random inputs of the graph's sizes: normal numbers, or whole ones, up to 255 or as many as a table has rows."""
+    """Random inputs of the graph's sizes: normal numbers, or whole ones, up to 255 or as many as a table has rows.
+
+    No row of truths is all true or all false: a mask that drops every key would leave a query without an answer.
+    """
     generator = torch.Generator().manual_seed(0)
     found = []
     for value in real_inputs(graph.prepared.model.graph):
@@ -71,6 +74,8 @@ def example_inputs(graph: OnnxGraph) -> tuple[Tensor, ...]:
             top = 2 if dtype == torch.bool else 256 if dtype == torch.uint8 else 128
             rows = min([top, *_rows_looked_up(graph, value)])
             found.append(torch.randint(0, rows, size, generator=generator).to(dtype))
+        if dtype == torch.bool and size and size[-1] > 1:
+            found[-1][..., 0], found[-1][..., -1] = True, False
     return tuple(found)
 
 
