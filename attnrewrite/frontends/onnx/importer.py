@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.onnx.arithmetic import OPERATORS
 from attnrewrite.frontends.onnx.call import Call, Translation, torch_dtype
-from attnrewrite.frontends.onnx.compared import TOLERANCE, difference
+from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, run
 from attnrewrite.frontends.onnx.layers import LAYERS
 from attnrewrite.frontends.onnx.movement import MOVES
 from attnrewrite.frontends.onnx.quantised import INTEGERS
@@ -36,8 +36,8 @@ def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
     Parameters are named by `attribute_name` of the initialisers.
 
     Raises:
-        InputError: an operator is not translated (named, with its node and opset), a weight holds NaN, or onnxruntime
-            is not installed.
+        InputError: an operator is not translated (named, with its node and opset), a weight holds NaN, the model has no
+            number for an answer, or onnxruntime is not installed.
         CheckFailedError: the module differs from onnxruntime by more than TOLERANCE.
     """
     _require_numbers(graph.source)
@@ -45,6 +45,7 @@ def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
     inputs = example_inputs(graph)
     error = difference(graph.source, module, inputs)
     if not error <= TOLERANCE:
+        _require_an_answer(graph.source, inputs)
         raise CheckFailedError(
             f"the imported model differs from onnxruntime by {error:.2e} (allowed {TOLERANCE:.0e}); please report it"
         )
@@ -56,6 +57,14 @@ def _require_numbers(model: ir.Model) -> None:
         stored = value.const_value
         if stored is not None and stored.dtype.is_floating_point() and bool(np.isnan(stored.numpy()).any()):
             raise InputError(f"weight {name} holds NaN: the file is damaged, or training diverged")
+
+
+def _require_an_answer(model: ir.Model, inputs: tuple[Tensor, ...]) -> None:
+    if not any(bool(result.isfinite().any()) for result in run(model, inputs)):
+        raise InputError(
+            "the model answers random inputs with NaN or infinity alone, in onnxruntime as in torch: its weights are "
+            "damaged, training diverged, or a mask drops all that it looks at"
+        )
 
 
 def example_inputs(graph: OnnxGraph) -> tuple[Tensor, ...]:
