@@ -32,13 +32,13 @@ demo: venv
 test: venv
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# Ten thousand damaged files, then ten thousand attentions that nobody wrote, each disturbed somewhere; another SEED
-# draws others.
+# Ten thousand damaged files, then ten thousand attentions that nobody wrote, each disturbed somewhere, and two thousand
+# of them as ONNX files; another SEED draws others.
 SEED ?= 1
 fuzz: venv
 	ulimit -v 16000000; PYTHONPATH=tests/helpers timeout 4h $(BIN)/python -m fuzz --cases 10000 --seed $(SEED) --jobs $(JOBS)
 	ulimit -v 16000000; ATTNREWRITE_FUZZ=$(SEED) timeout 8h $(BIN)/python -m pytest -n $(JOBS) \
-		tests/patterns/test_disturbed.py -k drawn
+		tests/patterns/test_disturbed.py tests/patterns/onnx/test_disturbed_files.py -k drawn
 
 bench: venv
 	$(BIN)/python examples/train_digits_vit.py --check
