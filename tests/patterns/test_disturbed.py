@@ -9,12 +9,11 @@ import copy
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from disturbed import PLACES, ROUNDED, Disturbance, Disturbed, Recipe, build, example, inputs, recipes
+from disturbed import PLACES, Disturbance, Recipe, answers, build, example, inputs, jumps, recipes, unrounded
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor
 from torch.fx import GraphModule
@@ -75,43 +74,6 @@ def verdict(recipe: Recipe) -> str:
         except CheckFailedError:
             return "stopped"
     return "equal"
-
-
-@torch.no_grad()
-def answers(model: Disturbed, given: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The module's own answer in float64, and the probabilities and value of its attention."""
-    wide = copy.deepcopy(model).double()
-    answer = wide(*(t.double() if t.is_floating_point() else t for t in given))
-    return {"answer": answer, **wide.seen}
-
-
-def unrounded(recipe: Recipe) -> Recipe:
-    """The recipe without rounding to half precision, for which float64 is no reference."""
-    kept = tuple(replace(each, kind="copied") if each.kind in ROUNDED else each for each in recipe.disturbances)
-    return replace(recipe, disturbances=kept)
-
-
-@torch.no_grad()
-def jumps(
-    model: Disturbed, unrounded: Disturbed, given: tuple[Tensor, ...], own: Mapping[str, Tensor], allowed: float
-) -> set[str]:
-    """What of the module's `own` answers changes by more than `allowed` where its inputs and weights change in the last
-    digits of float64, or where nothing is rounded to half precision: integers are made of sums that lie on their edge,
-    or rounding decides which of the largest scores is the largest, and each order of summing is as right as the next.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def shaken(tensor: Tensor) -> Tensor:
-        return tensor * (1 + 1e-13 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
-
-    found = set()
-    for other in (model, model, unrounded):
-        other = copy.deepcopy(other).double()
-        for weight in other.parameters():
-            weight.copy_(shaken(weight))
-        again = answers(other, tuple(shaken(t) if t.is_floating_point() else t for t in given))
-        found |= {name for name, tensor in own.items() if known_error(again[name], tensor) > allowed}
-    return found
 
 
 def every_value(graph: GraphModule, given: tuple[Tensor, ...]) -> dict[str, Any]:
