@@ -6,7 +6,7 @@ torch's own definitions are not used: they take products apart as far as they go
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.fx.einsum import einsum_as_product
 from attnrewrite.passes.fx.pieces import put, traced
+from attnrewrite.patterns.fx.operators import IDENTITIES, KINDS, operator_name
 
 aten = torch.ops.aten
 Definition = Callable[..., Any]
@@ -29,18 +30,20 @@ def _baddbmm(x: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: 
     return product if beta == 0 else product + (x if beta == 1 else x * beta)
 
 
-def _tensordot(left: Tensor, right: Tensor, summed: Sequence[int], with_these: Sequence[int]) -> Tensor:
+def _tensordot(
+    left: Tensor, right: Tensor, summed: Sequence[int], with_these: Sequence[int], *, keys: int | None = None
+) -> Tensor:
     letters = iter(string.ascii_letters)
     first = [next(letters) for _ in range(left.dim())]
     second = [next(letters) for _ in range(right.dim())]
     for one, other in zip(summed, with_these, strict=True):
         second[other] = first[one]
     kept = [each for each in (*first, *second) if (each in first) != (each in second)]
-    return einsum_as_product(f"{''.join(first)},{''.join(second)}->{''.join(kept)}", (left, right))
+    return einsum_as_product(f"{''.join(first)},{''.join(second)}->{''.join(kept)}", (left, right), keys=keys)
 
 
-def _inner(left: Tensor, right: Tensor) -> Tensor:
-    return _tensordot(left, right, (-1,), (-1,)) if left.dim() and right.dim() else left * right
+def _inner(left: Tensor, right: Tensor, *, keys: int | None = None) -> Tensor:
+    return _tensordot(left, right, (-1,), (-1,), keys=keys) if left.dim() and right.dim() else left * right
 
 
 def _transposed(x: Tensor) -> Tensor:
@@ -76,13 +79,16 @@ def _written_at(x: Tensor, indices: Sequence[Tensor | None], value: Tensor, accu
     return torch.where(mask, value.reshape(()), x)
 
 
-# products and softmaxes by other names, heads that are shared, and movement that says where to by another tensor
-DEFINITIONS: dict[Any, Definition] = {
+# products whose axes have names, or numbers: they are told which of theirs a softmax runs over, as `keys`
+PRODUCTS: dict[Any, Definition] = {
     aten.einsum.default: einsum_as_product,
-    aten.baddbmm.default: _baddbmm,
-    aten.index_put.default: _written_at,
     aten.inner.default: _inner,
     aten.tensordot.default: _tensordot,
+}
+# products and softmaxes by other names, heads that are shared, and movement that says where to by another tensor
+DEFINITIONS: dict[Any, Definition] = {
+    aten.baddbmm.default: _baddbmm,
+    aten.index_put.default: _written_at,
     aten.linalg_matmul.default: torch.matmul,
     aten.linalg_multi_dot.default: lambda matrices: reduce(torch.matmul, matrices),
     aten.chain_matmul.default: lambda matrices: reduce(torch.matmul, matrices),
@@ -100,6 +106,7 @@ DEFINITIONS: dict[Any, Definition] = {
     aten.swapdims.default: torch.transpose,
     aten.view_as.default: lambda x, other: x.view(other.shape),
 }
+SOFTMAXES = frozenset(("softmax", "_softmax", "special_softmax", "log_softmax", "_log_softmax", "special_log_softmax"))
 # second names of operators, overload by overload
 SYNONYMS = {
     "absolute": "abs", "arctan2": "atan2", "clip": "clamp", "concatenate": "cat", "divide": "div", "greater": "gt",
@@ -138,6 +145,8 @@ def _renamed(node: Node) -> Edit | None:
 def _written_out(node: Node) -> Edit | None:
     """Put the definition of a composite in its place; None where there is none, or it leaves the node as it is."""
     definition = DEFINITIONS.get(node.target)
+    if node.target in PRODUCTS:
+        definition = partial(PRODUCTS[node.target], keys=_softmax_axis(node))
     piece = None if definition is None else _piece(node, definition)
     if piece is None:
         return None
@@ -146,6 +155,21 @@ def _written_out(node: Node) -> Edit | None:
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
     return Edit(str(node.target), made.name)
+
+
+def _softmax_axis(node: Node) -> int | None:
+    """The axis that a softmax of what `node` makes runs over; None where there is none, or several run over others."""
+    rank, axes, waiting, seen = node.meta["val"].dim(), set(), [node], {node}
+    while waiting:
+        for user in waiting.pop().users:
+            name, value = operator_name(user), user.meta.get("val")
+            same = isinstance(value, Tensor) and value.dim() == rank
+            if name in SOFTMAXES and same:
+                axes.add(int(user.args[1]) % rank)  # type: ignore[call-overload, arg-type]
+            elif user not in seen and same and (name in IDENTITIES or KINDS.get(name) == "map"):
+                seen.add(user)
+                waiting.append(user)
+    return axes.pop() if len(axes) == 1 else None
 
 
 def _piece(node: Node, definition: Definition) -> Graph | None:

@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 
-def einsum_as_product(equation: str, operands: Sequence[Tensor], *, path: object = None) -> Tensor:
+def einsum_as_product(
+    equation: str, operands: Sequence[Tensor], *, path: object = None, keys: int | None = None
+) -> Tensor:
     """The decomposition of aten.einsum: permute, reshape, matmul, two operands at a time.
+
+    `keys` is the axis of the result that a softmax runs over, where one does. What else the operand of the keys alone
+    has tells keys of one attention from those of another, as images do that share learned queries: these axes lead.
 
     NotImplemented, which leaves the einsum as it is, where an index repeats within one operand or nothing is paired.
     """
@@ -25,8 +30,9 @@ def einsum_as_product(equation: str, operands: Sequence[Tensor], *, path: object
     for place in range(1, len(terms)):
         later = "".join(terms[place + 1 :]) + output
         kept = "".join(dict.fromkeys(a for a in term + terms[place] if a in later))
-        target = output if place == len(terms) - 1 else kept
-        result, term = _product(result, term, operands[place], terms[place], target), target
+        last = place == len(terms) - 1
+        target, key = (output, "" if keys is None else output[keys]) if last else (kept, "")
+        result, term = _product(result, term, operands[place], terms[place], target, key), target
     return result
 
 
@@ -47,7 +53,7 @@ def _spelled_out(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], 
     return spelled, output.replace("...", batch)
 
 
-def _product(left: Tensor, left_term: str, right: Tensor, right_term: str, output: str) -> Tensor:
+def _product(left: Tensor, left_term: str, right: Tensor, right_term: str, output: str, key: str) -> Tensor:
     left, left_term = _sum_alone(left, left_term, right_term + output)
     right, right_term = _sum_alone(right, right_term, left_term + output)
     sizes = dict(zip(left_term, left.shape, strict=True)) | dict(zip(right_term, right.shape, strict=True))
@@ -59,12 +65,20 @@ def _product(left: Tensor, left_term: str, right: Tensor, right_term: str, outpu
     summed = [a for a in shared if a not in output]
     rows = [a for a in left_term if a not in shared]
     columns = [a for a in right_term if a not in shared]
+    key = key if batch or (rows and key in columns) else ""  # else a linear layer of tokens: a matrix, or a vector
+    left_leads, rows = _beside_keys(rows, key)
+    right_leads, columns = _beside_keys(columns, key)
     product = torch.matmul(
-        _grouped(left, left_term, [batch, rows, summed], sizes),
-        _grouped(right, right_term, [batch, summed, columns], sizes),
+        _grouped(left, left_term, [*([a] for a in left_leads), batch, rows, summed], sizes),
+        _grouped(right, right_term, [*([a] for a in right_leads), batch, summed, columns], sizes),
     )
-    order = batch + rows + columns
+    order = left_leads + right_leads + batch + rows + columns
     return _permuted(product.reshape([sizes[a] for a in order]), [order.index(a) for a in output])
+
+
+def _beside_keys(own: list[str], key: str) -> tuple[list[str], list[str]]:
+    """Of the axes that one operand alone has: those that lead, and those of its tokens."""
+    return ([a for a in own if a != key], [key]) if key and key in own else ([], own)
 
 
 def _expanded(tensor: Tensor, term: str, sizes: dict[str, int]) -> Tensor:

@@ -107,6 +107,8 @@ def _addmm(graph: FxNodes, node: Node, producer: Node, inputs: tuple[str, ...]) 
 
 def _matmul(graph: FxNodes, node: Node, _: Node, inputs: tuple[str, ...]) -> Operation:
     left, right = inputs
+    if min(len(graph.shape(operand)) for operand in inputs) < 2:  # a vector weighs or sums what it is multiplied with
+        return Operation(node.name, "other", "matmul", inputs)
     weight = _one_matrix(graph, right) if _is_weight(graph, right, left) else None
     if weight is not None:
         return Operation(node.name, "linear", "matmul", (left, weight), {"transposed": True})

@@ -15,8 +15,14 @@ Size = Callable[[ir.Value], tuple[int, ...]]
 _MORE = Refusal("not-a-product", "it is more than transposes and one product: a trace, a sum, three operands")
 
 
-def write_einsum(writer: Writer, equation: str, operands: list[ir.Value], size: Size) -> ir.Value | Refusal:
-    """Write the einsum as transposes and one matrix product."""
+def write_einsum(
+    writer: Writer, equation: str, operands: list[ir.Value], size: Size, keys: int | None = None
+) -> ir.Value | Refusal:
+    """Write the einsum as transposes and one matrix product.
+
+    `keys` is the axis of the result that a softmax runs over, where one does. What else the operand of the keys alone
+    has tells keys of one attention from those of another, as images do that share learned queries: these axes lead.
+    """
     sizes = [size(value) for value in operands]
     parsed = parse(equation, [len(shape) for shape in sizes])
     if isinstance(parsed, Refusal):
@@ -38,17 +44,29 @@ def write_einsum(writer: Writer, equation: str, operands: list[ir.Value], size: 
     rows, columns = ([label for label in term if label not in other] for term, other in ((left, right), (right, left)))
     if not summed or set(result) != {*shared, *rows, *columns}:
         return _MORE
-    whole = not shared  # leading axes need no merging when the right operand is one matrix
-    first = _arranged(writer, operands[0], left, shared, (rows, summed), lengths, "left", keep_rows=whole)
-    second = _arranged(writer, operands[1], right, shared, (summed, columns), lengths, "right")
+    key = "" if keys is None or not -len(result) <= keys < len(result) else result[keys]
+    key = key if shared or (rows and key in columns) else ""  # else a linear layer of tokens: a matrix, or a vector
+    left_leads, rows = _beside_keys(rows, key)
+    right_leads, columns = _beside_keys(columns, key)
+    leads = [*left_leads, *right_leads]
+    whole = not (shared or leads)  # leading axes need no merging when the right operand is one matrix
+    first = _arranged(
+        writer, operands[0], left, [*left_leads, *shared], (rows, summed), lengths, "left", keep_rows=whole
+    )
+    second = _arranged(writer, operands[1], right, [*right_leads, *shared], (summed, columns), lengths, "right")
     product = writer.one("MatMul", [first, second], "product")
     split_rows, split_columns = len(rows) != 1 and not whole, len(columns) != 1
     if split_rows or split_columns:
-        kept = [*shared, *(rows if whole else [])]
+        kept = [*leads, *shared, *(rows if whole else [])]
         inner = [] if whole else _lengths(rows, lengths, open_first=split_rows)
         product = writer.reshape(product, [0] * len(kept) + inner + [lengths[c] for c in columns], "unmerged")
-    made = [*shared, *rows, *columns]
+    made = [*leads, *shared, *rows, *columns]
     return writer.transpose(product, [made.index(label) for label in result], "turned")
+
+
+def _beside_keys(own: list[str], key: str) -> tuple[list[str], list[str]]:
+    """Of the axes that one operand alone has: those that lead, and those of its tokens."""
+    return ([label for label in own if label != key], [key]) if key and key in own else ([], own)
 
 
 def parse(equation: str, ranks: list[int]) -> tuple[list[str], str] | Refusal:

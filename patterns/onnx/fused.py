@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from attnrewrite.errors import Refusal
 from attnrewrite.patterns.onnx.einsum import write_einsum
+from attnrewrite.patterns.onnx.operators import IDENTITIES, MAPS
 from attnrewrite.patterns.onnx.sizes import Sizes
 from attnrewrite.patterns.onnx.writer import Setting, Writer, integer, number
 from attnrewrite.patterns.onnx.written_parts import write_sum
@@ -196,7 +197,21 @@ def _joint_softmax(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value 
 
 def _einsum(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | Refusal:
     operands = [value for value in node.inputs if value is not None]
-    return write_einsum(writer, node.attributes["equation"].as_string(), operands, setting.size)
+    equation = node.attributes["equation"].as_string()
+    return write_einsum(writer, equation, operands, setting.size, _softmax_axis(node, setting))
+
+
+def _softmax_axis(node: ir.Node, setting: Setting) -> int | None:
+    """The axis that a softmax of what `node` makes runs over; None where there is none, or several run over others."""
+    waiting, seen, axes = [node.outputs[0]], set(), set()
+    while waiting:
+        for user, _ in waiting.pop().uses():
+            if user.op_type in ("Softmax", "LogSoftmax"):
+                axes.add(integer(user, "axis", -1 if setting.version >= 13 else 1))
+            elif user not in seen and (user.op_type in MAPS or user.op_type in IDENTITIES):
+                seen.add(user)
+                waiting.append(user.outputs[0])
+    return axes.pop() if len(axes) == 1 else None
 
 
 _ROLES = ("query", "key", "value")

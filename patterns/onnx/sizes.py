@@ -263,12 +263,21 @@ def _infer(sizes: Sizes, node: ir.Node, opsets: Mapping[str, int]) -> Iterable[t
     try:
         imports = [onnx.helper.make_opsetid(domain, version)]
         made = infer_node_outputs(schema, ir.serde.serialize_node(node), types, data, opset_imports=imports)
+        found = [_concrete(made.get(value.name or "")) for value in node.outputs]
+        if node.op_type == "Reshape" and found[0] is not None:
+            _require_as_many(sizes.size[names[0]], found[0][0])
     except (InferenceError, RuntimeError, onnx.checker.ValidationError) as error:
         sized = ", ".join(f"{name} {'x'.join(map(str, sizes.size[name])) or 'scalar'}" for name in names)
         where = f"node {node.name!r} ({node.op_type})"
         way_out = "export it again, where torch wrote it with dynamo=True"  # its older one spoils repeat_interleave
         raise InputError(f"{where} does not take its operands ({sized}): {_reason(error)}; {way_out}") from error
-    return [_concrete(made.get(value.name or "")) for value in node.outputs]
+    return found
+
+
+def _require_as_many(size: Size, wanted: Size) -> None:
+    """Raise InferenceError where `wanted` holds another number of elements, which onnx does not look at."""
+    if math.prod(size) != math.prod(wanted):
+        raise InferenceError(f"{math.prod(size)} elements are not {'x'.join(map(str, wanted)) or 'a scalar'}")
 
 
 def _reason(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx_runs import exported_vit, run
+from spellings import SPELLINGS, build
 from tiny_vits import IMAGE, Vit
 from torch import nn
 
@@ -299,6 +300,20 @@ def test_a_learned_query_scaled_by_its_own_width_is_a_projection_of_its_own(tmp_
     (found,) = run(ir.load(folder / "model.onnx"), tokens.numpy())
     with torch.no_grad():
         np.testing.assert_allclose(found, model(tokens), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["queries of every image", "queries of every head"])
+def test_an_einsum_whose_keys_have_axes_of_their_own_is_many_attentions(name: str, tmp_path: Path) -> None:
+    model, x = build(next(each for each in SPELLINGS if each.name == name))
+    path, axes = tmp_path / "model.onnx", {"x": {0: "batch"}, "y": {0: "batch"}}
+    torch.onnx.export(model, (x,), path, dynamo=False, input_names=["x"], output_names=["y"], dynamic_axes=axes)
+    assert [site.name for site in ar.explain(path).sites] == [site.name for site in ar.convert(path).scan.sites]
+    folder = ar.convert(path, variant="softmax").save(tmp_path / "out")
+    written = ir.load(folder / "model.onnx")
+    tokens = torch.randn(5, *x.shape[1:])
+    with torch.no_grad():
+        np.testing.assert_allclose(run(written, tokens.numpy())[0], model(tokens), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -278,6 +278,21 @@ def learned_queries(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged(attend(q, heads(m.k(x)), heads(m.v(x)))))
 
 
+def queries_of_every_image(m: Any, x: Tensor) -> Tensor:
+    scores = torch.einsum("hnd,bmhd->bhnm", heads(m.q(m.latent))[0], m.k(x).unflatten(-1, (HEADS, DIM)))
+    return m.proj(torch.einsum("bhnm,bhmd->bnhd", (scores * SCALE).softmax(-1), heads(m.v(x))).flatten(-2))
+
+
+def queries_of_every_image_by_tensordot(m: Any, x: Tensor) -> Tensor:
+    scores = torch.tensordot(m.q(m.latent)[0], m.k(x) * WIDTH**-0.5, dims=([1], [2]))
+    return m.proj(torch.einsum("nbm,bmd->bnd", scores.softmax(-1), m.v(x)))
+
+
+def queries_of_every_head(m: Any, x: Tensor) -> Tensor:
+    scores = torch.einsum("bnd,bhmd->bhnm", m.q(x) * SCALE, heads(m.k(x)))
+    return m.proj(merged(scores.softmax(-1) @ heads(m.v(x))))
+
+
 def module_attention(m: Any, x: Tensor) -> Tensor:
     return m.attention(x, x, x, need_weights=False)[0]
 
@@ -468,6 +483,24 @@ SPELLINGS = [
         learned_queries,
         {"n_queries": 3, "kind": "cross"},
     ),
+    Spelling(
+        "queries of every image",
+        with_parameters(separate(), latent=(1, 3, WIDTH)),
+        queries_of_every_image,
+        {"n_queries": 3, "kind": "cross"},
+    ),
+    Spelling(
+        "queries of every image, by tensordot",
+        with_parameters(separate(), latent=(1, 3, WIDTH)),
+        queries_of_every_image_by_tensordot,
+        {"n_queries": 3, "kind": "cross", "heads": 1, "kv_heads": 1, "head_dim": WIDTH, "value_dim": WIDTH}
+        | {"scale": WIDTH**-0.5},
+    ),
+    Spelling(
+        "queries of every head",
+        lambda: separate() | {"q": nn.Linear(WIDTH, DIM)},
+        queries_of_every_head,
+    ),
     Spelling("module, batch first", lambda: attention_parts(batch_first=True), module_attention),
     Spelling(
         "module that returns its weights, with a mask",
@@ -520,6 +553,15 @@ NEAR_MISSES: list[tuple[str, str, Spelling]] = [
         "no-product",
         "the softmax's input comes from linear",
         Spelling("gate", two_linears("gate", "value"), lambda m, x: m.gate(x).softmax(-1) * m.value(x)),
+    ),
+    (
+        "no-product",
+        "comes from matmul",
+        Spelling(
+            "a vector of weights",
+            with_parameters(two_linears("value")(), weight=(WIDTH,)),
+            lambda m, x: (m.weight @ x.flatten(0, 1).T).view(-1, 1, TOKENS).softmax(-1) @ m.value(x),
+        ),
     ),
     (
         "output",

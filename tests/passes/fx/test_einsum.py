@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnrewrite.passes.fx.einsum import einsum_as_product
 
@@ -20,12 +21,36 @@ CASES = [
     ("bhij,hg->bgij", (2, 3, 4, 5), (3, 7)),
 ]
 
+# (equation, the axis that a softmax runs over, shapes), and the shapes of the operands of its product
+LED = [
+    (("md,bnd->bmn", -1, (3, 4), (2, 5, 4)), ((1, 3, 4), (2, 1, 4, 5))),
+    (("hmd,bnhd->bhmn", -1, (2, 3, 4), (7, 5, 2, 4)), ((2, 3, 4), (7, 2, 4, 5))),
+    (("bnhd,hmd->bhnm", 2, (7, 5, 2, 4), (2, 3, 4)), ((7, 2, 5, 4), (2, 4, 3))),
+    (("bmd,bhnd->bhmn", -1, (7, 3, 4), (7, 2, 5, 4)), ((7, 3, 4), (2, 7, 4, 5))),
+    (("mhd,bnd->bhmn", -1, (3, 2, 4), (7, 5, 4)), ((1, 6, 4), (7, 1, 4, 5))),
+    # one attention, or layers of tokens: nothing leads
+    (("bhmd,bhnd->bhmn", -1, (7, 2, 3, 4), (7, 2, 5, 4)), ((14, 3, 4), (14, 4, 5))),
+    (("bhmd,bnd->bhmn", -1, (7, 2, 3, 4), (7, 5, 4)), ((7, 6, 4), (7, 4, 5))),
+    (("bnd,md->bnm", 1, (7, 5, 4), (3, 4)), ((1, 35, 4), (1, 4, 3))),
+    (("d,bnd->bn", -1, (4,), (7, 5, 4)), ((1, 1, 4), (1, 4, 35))),
+]
+
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
 def test_the_products_are_einsum(case: tuple) -> None:
     equation, *shapes = case
     operands = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     torch.testing.assert_close(einsum_as_product(equation, operands), torch.einsum(equation, *operands))
+
+
+@pytest.mark.parametrize(("case", "product"), LED, ids=lambda each: each[0] if isinstance(each[0], str) else "")
+def test_what_else_the_keys_alone_have_leads(case: tuple, product: tuple[tuple[int, ...], ...]) -> None:
+    equation, keys, *shapes = case
+    operands = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    graph = make_fx(lambda *given: einsum_as_product(equation, given, keys=keys), pre_dispatch=True)(*operands)
+    torch.testing.assert_close(graph(*operands), torch.einsum(equation, *operands))
+    (made,) = [node for node in graph.graph.nodes if node.target is torch.ops.aten.matmul.default]
+    assert tuple(tuple(operand.meta["val"].shape) for operand in made.args) == product
 
 
 @pytest.mark.parametrize("equation", ["bii->bi", "bij->bji"])

@@ -130,6 +130,14 @@ def test_a_mask_written_over_the_scores_joins_them(chosen: str, dropped: bool) -
     assert (term.operand.value, term.dropped, term.filling) == ("mask", dropped, -1e9)
 
 
+def test_a_reshape_to_one_image_is_of_a_batch_of_one() -> None:
+    """onnx takes any shape that a Reshape names: that it holds as many elements is for whoever reads it to see."""
+    opset, body = SPELLINGS["plain"]
+    body = body.replace("heads = Constant<value_ints=[0, 0, 2, 8]>", "heads = Constant<value_ints=[1, 10, 2, 8]>")
+    graph, found = find(ir.serde.deserialize_model(proto(body, opset)))
+    assert (graph.prepared.batch, graph.prepared.open_batch, len(found.sites)) == (1, False, 1)
+
+
 def test_a_fixed_batch_has_no_open_axes() -> None:
     opset, body = SPELLINGS["plain"]
     graph, found = find(ir.serde.deserialize_model(proto(body, opset, "float[1,10,16] x")))
