@@ -146,7 +146,10 @@ def _written_out(node: Node) -> Edit | None:
     """Put the definition of a composite in its place; None where there is none, or it leaves the node as it is."""
     definition = DEFINITIONS.get(node.target)
     if node.target in PRODUCTS:
-        definition = partial(PRODUCTS[node.target], keys=_softmax_axis(node))
+        keys = _softmax_axis(node)
+        definition = partial(PRODUCTS[node.target], keys=keys)
+        if node.target is aten.einsum.default and keys is None:
+            _put_weights_last(node)
     piece = None if definition is None else _piece(node, definition)
     if piece is None:
         return None
@@ -155,6 +158,21 @@ def _written_out(node: Node) -> Edit | None:
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
     return Edit(str(node.target), made.name)
+
+
+def _put_weights_last(node: Node) -> None:
+    """An einsum of weights and tokens as that of tokens and weights: the product that a linear layer is."""
+    inputs, arrow, output = str(node.args[0]).partition("->")
+    if [_is_of_weights(operand) for operand in node.all_input_nodes] == [True, False] and inputs.count(",") == 1:
+        weights, tokens = inputs.split(",")
+        node.args = (f"{tokens},{weights}{arrow}{output}", node.all_input_nodes[::-1])
+
+
+def _is_of_weights(node: Node) -> bool:
+    """Whether weights alone decide what it is."""
+    if node.op != "call_function":
+        return node.op == "get_attr"
+    return bool(node.all_input_nodes) and all(map(_is_of_weights, node.all_input_nodes))
 
 
 def _softmax_axis(node: Node) -> int | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 def einsum_as_product(
     equation: str, operands: Sequence[Tensor], *, path: object = None, keys: int | None = None
 ) -> Tensor:
-    """The decomposition of aten.einsum: permute, reshape, matmul, two operands at a time.
+    """The decomposition of aten.einsum: permute, reshape, matmul, two operands at a time; mul where nothing is summed.
 
     `keys` is the axis of the result that a softmax runs over, where one does. What else the operand of the keys alone
     has tells keys of one attention from those of another, as images do that share learned queries: these axes lead.
@@ -65,14 +65,18 @@ def _product(left: Tensor, left_term: str, right: Tensor, right_term: str, outpu
     summed = [a for a in shared if a not in output]
     rows = [a for a in left_term if a not in shared]
     columns = [a for a in right_term if a not in shared]
+    if not summed:
+        return _across(left, left_term, output, sizes) * _across(right, right_term, output, sizes)
     key = key if batch or (rows and key in columns) else ""  # else a linear layer of tokens: a matrix, or a vector
     left_leads, rows = _beside_keys(rows, key)
     right_leads, columns = _beside_keys(columns, key)
+    leads, shared_leads = left_leads + right_leads, [batch] if batch else []
+    tokens = [rows] if batch or leads else [[a] for a in rows]  # what one matrix multiplies keeps its axes
     product = torch.matmul(
-        _grouped(left, left_term, [*([a] for a in left_leads), batch, rows, summed], sizes),
-        _grouped(right, right_term, [*([a] for a in right_leads), batch, summed, columns], sizes),
+        _grouped(left, left_term, [*([a] for a in left_leads), *shared_leads, *tokens, summed], sizes),
+        _grouped(right, right_term, [*([a] for a in right_leads), *shared_leads, summed, columns], sizes),
     )
-    order = left_leads + right_leads + batch + rows + columns
+    order = leads + batch + rows + columns
     return _permuted(product.reshape([sizes[a] for a in order]), [order.index(a) for a in output])
 
 
@@ -84,6 +88,12 @@ def _beside_keys(own: list[str], key: str) -> tuple[list[str], list[str]]:
 def _expanded(tensor: Tensor, term: str, sizes: dict[str, int]) -> Tensor:
     full = [sizes[a] for a in term]
     return tensor if list(tensor.shape) == full else tensor.expand(full)
+
+
+def _across(tensor: Tensor, term: str, output: str, sizes: dict[str, int]) -> Tensor:
+    """`tensor` along the axes of the output, of one where it has none."""
+    moved = _permuted(tensor, [term.index(a) for a in output if a in term])
+    return moved.reshape([sizes[a] if a in term else 1 for a in output])
 
 
 def _sum_alone(tensor: Tensor, term: str, others: str) -> tuple[Tensor, str]:

@@ -4,9 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+from torch import SymInt, Tensor
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+
+sym_size = torch.ops.aten.sym_size.int
 
 
 def traced(compute: Callable[..., Any], operands: Sequence[Node]) -> Graph:
@@ -19,7 +23,8 @@ def traced(compute: Callable[..., Any], operands: Sequence[Node]) -> Graph:
 
 def put(piece: Graph, operands: Sequence[Node], before: Node, told: Mapping[str, Any]) -> dict[Node, Node]:
     """Copy `piece`, reading `operands`, into the graph in front of `before`; its nodes, each with the one that stands
-    there now. They are told of (scope, origin) as in `told`, the meta of a node.
+    there now. They are told of (scope, origin) as in `told`, the meta of a node. An open size that an input of the
+    graph has is read from there: what an operand is computed by need not stay for its size alone.
     """
     outside = {name: each for name, each in told.items() if name not in ("val", "tensor_meta")}
     standing: dict[Node, Node] = dict(zip(piece.nodes, operands, strict=False))
@@ -28,4 +33,23 @@ def put(piece: Graph, operands: Sequence[Node], before: Node, told: Mapping[str,
             if inner.op == "call_function":
                 standing[inner] = before.graph.node_copy(inner, standing.__getitem__)
                 standing[inner].meta = {**outside, "val": inner.meta["val"]}
+            if inner.target is sym_size:
+                standing[inner].args = _among_inputs(before.graph, inner.meta["val"]) or standing[inner].args
     return standing
+
+
+def _among_inputs(graph: Graph, size: Any) -> tuple[Node, int] | None:
+    """The input of `graph`, and the axis of it, that is as long as `size` whatever that is."""
+    for node in graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" else None
+        for axis, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if _is_same(length, size):
+                return node, axis
+    return None
+
+
+def _is_same(one: int | SymInt, other: Any) -> bool:
+    """Whether two open sizes are one symbol, of one environment."""
+    if not isinstance(one, SymInt) or not isinstance(other, SymInt):
+        return False
+    return one.node.shape_env is other.node.shape_env and one.node.expr == other.node.expr

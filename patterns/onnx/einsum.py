@@ -1,8 +1,10 @@
-"""An Einsum of one or two operands as the transposes and the matrix product it is."""
+"""An Einsum as the transposes and the products that it is."""
 
+import math
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -12,13 +14,13 @@ from attnrewrite.patterns.onnx.writer import Writer
 Size = Callable[[ir.Value], tuple[int, ...]]
 
 
-_MORE = Refusal("not-a-product", "it is more than transposes and one product: a trace, a sum, three operands")
+_MORE = Refusal("not-a-product", "it is more than transposes and products: a trace, or a sum of one operand")
 
 
 def write_einsum(
     writer: Writer, equation: str, operands: list[ir.Value], size: Size, keys: int | None = None
 ) -> ir.Value | Refusal:
-    """Write the einsum as transposes and one matrix product.
+    """Write the einsum as transposes and matrix products, two operands at a time; as Mul where nothing is summed.
 
     `keys` is the axis of the result that a softmax runs over, where one does. What else the operand of the keys alone
     has tells keys of one attention from those of another, as images do that share learned queries: these axes lead.
@@ -33,35 +35,97 @@ def write_einsum(
     if len(terms) == 1:
         order = [terms[0].index(label) for label in result] if set(result) == set(terms[0]) else None
         return writer.one("Transpose", operands, "turned", perm=order) if order else _MORE
-    if len(terms) != 2:
-        return _MORE
     lengths: dict[str, int] = {}
     for term, shape in zip(terms, sizes, strict=True):
         lengths |= {label: length for label, length in zip(term, shape, strict=True) if lengths.get(label, 1) == 1}
-    left, right = terms
-    shared = [label for label in left if label in right and label in result]
-    summed = [label for label in left if label in right and label not in result]
-    rows, columns = ([label for label in term if label not in other] for term, other in ((left, right), (right, left)))
-    if not summed or set(result) != {*shared, *rows, *columns}:
-        return _MORE
     key = "" if keys is None or not -len(result) <= keys < len(result) else result[keys]
-    key = key if shared or (rows and key in columns) else ""  # else a linear layer of tokens: a matrix, or a vector
-    left_leads, rows = _beside_keys(rows, key)
-    right_leads, columns = _beside_keys(columns, key)
-    leads = [*left_leads, *right_leads]
-    whole = not (shared or leads)  # leading axes need no merging when the right operand is one matrix
-    first = _arranged(
-        writer, operands[0], left, [*left_leads, *shared], (rows, summed), lengths, "left", keep_rows=whole
-    )
-    second = _arranged(writer, operands[1], right, [*right_leads, *shared], (summed, columns), lengths, "right")
-    product = writer.one("MatMul", [first, second], "product")
-    split_rows, split_columns = len(rows) != 1 and not whole, len(columns) != 1
-    if split_rows or split_columns:
-        kept = [*leads, *shared, *(rows if whole else [])]
-        inner = [] if whole else _lengths(rows, lengths, open_first=split_rows)
-        product = writer.reshape(product, [0] * len(kept) + inner + [lengths[c] for c in columns], "unmerged")
-    made = [*leads, *shared, *rows, *columns]
-    return writer.transpose(product, [made.index(label) for label in result], "turned")
+    made = _Labelled(operands[0], terms[0])
+    for place in range(1, len(terms)):
+        last, read = place == len(terms) - 1, result + "".join(terms[place + 1 :])
+        kept = "".join(dict.fromkeys(label for label in made.labels + terms[place] if label in read))
+        step = _Step(writer, lengths, "" if last else f"{place}.")
+        found = step.product(made, _Labelled(operands[place], terms[place]), result if last else kept, key * last)
+        if isinstance(found, Refusal):
+            return found
+        made = found
+    return made.value
+
+
+@dataclass(frozen=True)
+class _Labelled:
+    """A value, and the label of each of its axes."""
+
+    value: ir.Value
+    labels: str
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A product of two operands of an einsum, whose labels have these `lengths`; its values are called by `name`."""
+
+    writer: Writer
+    lengths: Mapping[str, int]
+    name: str
+
+    def product(self, left: _Labelled, right: _Labelled, result: str, key: str) -> _Labelled | Refusal:
+        """The two multiplied and summed to `result`; `key` is the label that a softmax runs over, empty for none."""
+        first, second = left.labels, right.labels
+        shared = [label for label in first if label in second and label in result]
+        summed = [label for label in first if label in second and label not in result]
+        rows = [label for label in first if label not in second]
+        columns = [label for label in second if label not in first]
+        if set(result) != {*shared, *rows, *columns}:
+            return _MORE
+        if not summed:
+            across = [self._across(each, result, side) for each, side in ((left, "left"), (right, "right"))]
+            return _Labelled(self.writer.one("Mul", across, f"{self.name}product"), result)
+        key = key if shared or (rows and key in columns) else ""  # else a linear layer of tokens: a matrix, or a vector
+        left_leads, rows = _beside_keys(rows, key)
+        right_leads, columns = _beside_keys(columns, key)
+        leads = [*left_leads, *right_leads]
+        whole = not (shared or leads)  # leading axes need no merging when the right operand is one matrix
+        kept, tokens = [*left_leads, *shared, *(rows if whole else [])], [] if whole else [rows]
+        operands = [
+            self._arranged(left, kept, [*tokens, summed], summed, "left"),
+            self._arranged(right, [*right_leads, *shared], [summed, columns], summed, "right"),
+        ]
+        product = self.writer.one("MatMul", operands, f"{self.name}product")
+        split_rows, split_columns = len(rows) != 1 and not whole, len(columns) != 1
+        if split_rows or split_columns:
+            apart = [*leads, *shared, *(rows if whole else [])]
+            inner = [] if whole else _lengths(rows, self.lengths, open_first=split_rows)
+            shape = [0] * len(apart) + inner + _lengths(columns, self.lengths, open_first=-1 not in inner)
+            product = self.writer.reshape(product, shape, f"{self.name}unmerged")
+        made = [*leads, *shared, *rows, *columns]
+        return _Labelled(self._turned(_Labelled(product, "".join(made)), result, "turned"), result)
+
+    def _turned(self, operand: _Labelled, labels: Sequence[str], name: str) -> ir.Value:
+        order = [operand.labels.index(label) for label in labels]
+        return self.writer.transpose(operand.value, order, f"{self.name}{name}")
+
+    def _across(self, operand: _Labelled, result: str, name: str) -> ir.Value:
+        """An operand along the axes of the result, of one where it has none behind its own first."""
+        own = [label for label in result if label in operand.labels]
+        turned = self._turned(operand, own, f"{name}_turned")
+        behind = result[result.index(own[0]) :] if own else ""
+        if len(behind) == len(own):
+            return turned
+        shape = [1 if label not in own else self._length(label, own, place) for place, label in enumerate(behind)]
+        return self.writer.reshape(turned, shape, f"{self.name}{name}_across")
+
+    def _length(self, label: str, own: list[str], place: int) -> int:
+        """What Reshape calls the length of an axis that stays in its place, which may be open; else a number."""
+        return 0 if own[place : place + 1] == [label] else self.lengths[label]
+
+    def _arranged(
+        self, operand: _Labelled, kept: list[str], groups: list[list[str]], summed: list[str], name: str
+    ) -> ir.Value:
+        """An operand as [kept..., groups...], each group merged into one axis; one that is not summed may be open."""
+        value = self._turned(operand, [*kept, *(label for group in groups for label in group)], f"{name}_turned")
+        if all(len(group) == 1 for group in groups):
+            return value
+        merged = [math.prod(self.lengths[label] for label in group) if group == summed else -1 for group in groups]
+        return self.writer.reshape(value, [0] * len(kept) + merged, f"{self.name}{name}_merged")
 
 
 def _beside_keys(own: list[str], key: str) -> tuple[list[str], list[str]]:
@@ -96,32 +160,5 @@ def parse(equation: str, ranks: list[int]) -> tuple[list[str], str] | Refusal:
     return labels, result.replace("...", "".join(free[:widest]))
 
 
-def _arranged(
-    writer: Writer,
-    value: ir.Value,
-    labels: str,
-    shared: list[str],
-    groups: tuple[list[str], list[str]],
-    lengths: dict[str, int],
-    name: str,
-    keep_rows: bool = False,
-) -> ir.Value:
-    """An operand as [shared..., first group, second group], each group merged into one axis."""
-    order = [*shared, *groups[0], *groups[1]]
-    value = writer.transpose(value, [labels.index(label) for label in order], f"{name}_turned")
-    if len(groups[1]) == 1 and (len(groups[0]) == 1 or keep_rows):
-        return value
-    kept = [*shared, *(groups[0] if keep_rows else [])]
-    merged = [] if keep_rows else [_merged(groups[0], lengths)]
-    return writer.reshape(value, [0] * len(kept) + merged + [_merged(groups[1], lengths)], f"{name}_merged")
-
-
-def _merged(labels: list[str], lengths: dict[str, int]) -> int:
-    total = 1
-    for label in labels:
-        total *= lengths[label]
-    return total
-
-
-def _lengths(labels: list[str], lengths: dict[str, int], open_first: bool) -> list[int]:
+def _lengths(labels: list[str], lengths: Mapping[str, int], open_first: bool) -> list[int]:
     return [-1 if open_first and place == 0 else lengths[label] for place, label in enumerate(labels)]

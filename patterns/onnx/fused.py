@@ -4,6 +4,7 @@
 private domain: query, key, value [batch, heads, tokens, channels], and a mask where there is one.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -197,8 +198,11 @@ def _joint_softmax(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value 
 
 def _einsum(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | Refusal:
     operands = [value for value in node.inputs if value is not None]
-    equation = node.attributes["equation"].as_string()
-    return write_einsum(writer, equation, operands, setting.size, _softmax_axis(node, setting))
+    equation, keys = node.attributes["equation"].as_string(), _softmax_axis(node, setting)
+    if keys is None and [value.is_initializer() for value in operands] == [True, False] and equation.count(",") == 1:
+        weights, tokens, *result = re.split(",|->", equation)  # as tokens by weights: the product that a Linear is
+        equation, operands = "->".join([f"{tokens},{weights}", *result]), operands[::-1]
+    return write_einsum(writer, equation, operands, setting.size, keys)
 
 
 def _softmax_axis(node: ir.Node, setting: Setting) -> int | None:

@@ -293,6 +293,33 @@ def queries_of_every_head(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged(scores.softmax(-1) @ heads(m.v(x))))
 
 
+def weights_of_three_axes() -> dict[str, Any]:
+    shapes = {
+        "wq": (WIDTH, HEADS, DIM),
+        "wk": (WIDTH, HEADS, DIM),
+        "wv": (WIDTH, HEADS, DIM),
+        "wo": (HEADS, DIM, WIDTH),
+    }
+    return with_parameters({}, **shapes, bias=(HEADS, DIM))()
+
+
+def tokens_by_weights(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (torch.einsum("bnd,dhk->bnhk", x, weight) for weight in (m.wq, m.wk, m.wv))
+    scores = torch.einsum("bnhk,bmhk->bhnm", (q + m.bias) * SCALE, k)
+    return torch.einsum("bnhk,hkd->bnd", torch.einsum("bhnm,bmhk->bnhk", scores.softmax(-1), v), m.wo)
+
+
+def weights_by_tokens(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (torch.einsum("dhk,bnd->bhnk", weight, x) for weight in (m.wq, m.wk, m.wv))
+    out = torch.einsum("bhnk,bhmk->bhnm", q * SCALE, k).softmax(-1) @ v
+    return torch.einsum("hkd,bhnk->bnd", m.wo, out)
+
+
+def scaled_in_the_einsum(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    return m.proj(merged(torch.einsum("bhnd,bhmd,h->bhnm", q, k, m.scale).softmax(-1) @ v))
+
+
 def module_attention(m: Any, x: Tensor) -> Tensor:
     return m.attention(x, x, x, need_weights=False)[0]
 
@@ -500,6 +527,14 @@ SPELLINGS = [
         "queries of every head",
         lambda: separate() | {"q": nn.Linear(WIDTH, DIM)},
         queries_of_every_head,
+    ),
+    Spelling("weights of three axes", weights_of_three_axes, tokens_by_weights),
+    Spelling("weights of three axes, before the tokens", weights_of_three_axes, weights_by_tokens),
+    Spelling(
+        "a scale of each head, in the einsum",
+        with_parameters(packed(), scale=(HEADS,)),
+        scaled_in_the_einsum,
+        {"scale": None},
     ),
     Spelling("module, batch first", lambda: attention_parts(batch_first=True), module_attention),
     Spelling(
