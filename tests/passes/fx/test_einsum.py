@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from equations import equations
+from hypothesis import given
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnrewrite.passes.fx.einsum import einsum_as_product
@@ -41,6 +43,14 @@ def test_the_products_are_einsum(case: tuple) -> None:
     equation, *shapes = case
     operands = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     torch.testing.assert_close(einsum_as_product(equation, operands), torch.einsum(equation, *operands))
+
+
+@given(case=equations())
+def test_any_equation_is_einsum(case: tuple[str, list[tuple[int, ...]], int | None]) -> None:
+    equation, shapes, keys = case
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    torch.testing.assert_close(einsum_as_product(equation, operands, keys=keys), torch.einsum(equation, *operands))
 
 
 @pytest.mark.parametrize(("case", "product"), LED, ids=lambda each: each[0] if isinstance(each[0], str) else "")

@@ -1,8 +1,12 @@
 """Einsums written out in plain operators, against onnxruntime's own."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 import pytest
+from equations import equations
+from hypothesis import given
 from onnx.parser import parse_model
 from onnx_runs import run
 
@@ -37,22 +41,41 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("equation", "shapes", "axis"), CASES, ids=[case[0] for case in CASES])
-def test_what_is_written_out_is_the_einsum(equation: str, shapes: tuple[str, ...], axis: int | None) -> None:
+def einsum(equation: str, shapes: Sequence[str], axis: int | None) -> ir.Model:
+    """A model of one einsum, and a softmax of its result along `axis`."""
     names = [f"x{place}" for place in range(len(shapes))]
     inputs = ", ".join(f"float[{shape}] {name}" for shape, name in zip(shapes, names, strict=True))
     after = "Identity(s)" if axis is None else f"Softmax<axis={axis}>(s)"
     body = f's = Einsum<equation="{equation}">({", ".join(names)}) y = {after}'
-    model = ir.serde.deserialize_model(
-        parse_model(f'<ir_version: 10, opset_import: ["" : 17]> einsum ({inputs}) => (float y) {{ {body} }}')
-    )
-    written = prepare(model).model
-    assert "Einsum" not in {node.op_type for node in written.graph}
+    header = '<ir_version: 10, opset_import: ["" : 17]>'
+    return ir.serde.deserialize_model(parse_model(f"{header} einsum ({inputs}) => (float y) {{ {body} }}"))
+
+
+def require_equal(written: ir.Model, model: ir.Model, sizes: Sequence[Sequence[int]]) -> None:
     generator = np.random.default_rng(0)
+    given = [generator.standard_normal(size, np.float32) for size in sizes]
+    np.testing.assert_allclose(run(written, *given)[0], run(model, *given)[0], rtol=1e-5, atol=1e-5)
+
+
+def operators(model: ir.Model) -> set[str]:
+    return {node.op_type for node in model.graph}
+
+
+@pytest.mark.parametrize(("equation", "shapes", "axis"), CASES, ids=[case[0] for case in CASES])
+def test_what_is_written_out_is_the_einsum(equation: str, shapes: tuple[str, ...], axis: int | None) -> None:
+    model = einsum(equation, shapes, axis)
+    written = prepare(model).model
+    assert "Einsum" not in operators(written)
     for batch in (2, 5):
         sizes = [[batch if size == "B" else int(size) for size in shape.split(",")] for shape in shapes]
-        given = [generator.standard_normal(size, np.float32) for size in sizes]
-        np.testing.assert_allclose(run(written, *given)[0], run(model, *given)[0], rtol=1e-5, atol=1e-6)
+        require_equal(written, model, sizes)
+
+
+@given(case=equations())
+def test_any_equation_is_written_out_or_left(case: tuple[str, list[tuple[int, ...]], int | None]) -> None:
+    equation, shapes, axis = case
+    model = einsum(equation, [",".join(map(str, shape)) for shape in shapes], axis)
+    require_equal(prepare(model).model, model, shapes)
 
 
 @pytest.mark.parametrize("equation", ["ab,cd", "a,b,c->abc", "a.b,c->a", "abc,a->abc", "1a,b->ab"])
