@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.base import Pipeline
 from attnrewrite.passes.copying import without_torch_logs
+from attnrewrite.passes.fx.complex_pairs import ComplexAsPairs
 from attnrewrite.passes.fx.decompositions import Decompose, either
 from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.fold_constants import FoldConstants
@@ -101,7 +102,8 @@ def quantised(prepared: Prepared) -> Prepared:
 
 
 def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> ExportedProgram:
-    """`module` exported for exactly the shapes of `example_inputs`, whatever dimensions it had been dynamic in.
+    """`module` exported for exactly the shapes of `example_inputs`, whatever dimensions it had been dynamic in; its
+    complex numbers in pairs, where every operation on them is known.
 
     Raises:
         InputError: torch.export cannot capture it.
@@ -111,7 +113,7 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad(), without_torch_logs():  # some operators have no gradient on every processor
-            return export_program(module, example_inputs)
+            return _in_pairs(export_program(module, example_inputs))
     except GuardOnDataDependentSymNode as error:
         raise InputError(
             f"torch.export cannot capture the module: a branch or a size in it follows from values "
@@ -121,6 +123,11 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
         raise InputError(f"torch.export cannot capture the module for these inputs: {first_line(error)}") from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def _in_pairs(program: ExportedProgram) -> ExportedProgram:
+    made = ComplexAsPairs().apply(program)
+    return FoldConstants()(made.graph) if made.modified else program  # stored numbers are complex until they are folded
 
 
 class _Tensors(nn.Module):

@@ -4,7 +4,7 @@ torch's own definitions are not used: they take products apart as far as they go
 """
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.fx.einsum import einsum_as_product
-from attnrewrite.passes.fx.pieces import put, traced
+from attnrewrite.passes.fx.pieces import constant_nodes, put, traced
 from attnrewrite.patterns.fx.operators import IDENTITIES, KINDS, operator_name
 
 aten = torch.ops.aten
@@ -125,7 +125,8 @@ class WriteOutComposites(Pass[GraphModule]):
     in_place: ClassVar[bool] = True
 
     def rewrite(self, graph: GraphModule) -> PassResult[GraphModule]:
-        edits = [edit for node in list(graph.graph.nodes) if (edit := _renamed(node) or _written_out(node))]
+        constants = constant_nodes(graph.graph)
+        edits = [edit for node in list(graph.graph.nodes) if (edit := _renamed(node) or _written_out(node, constants))]
         if edits:
             graph.recompile()
         return PassResult(graph, tuple(edits))
@@ -142,14 +143,14 @@ def _renamed(node: Node) -> Edit | None:
     return Edit(str(called), str(node.target))
 
 
-def _written_out(node: Node) -> Edit | None:
+def _written_out(node: Node, constants: Set[Node]) -> Edit | None:
     """Put the definition of a composite in its place; None where there is none, or it leaves the node as it is."""
     definition = DEFINITIONS.get(node.target)
     if node.target in PRODUCTS:
         keys = _softmax_axis(node)
         definition = partial(PRODUCTS[node.target], keys=keys)
         if node.target is aten.einsum.default and keys is None:
-            _put_weights_last(node)
+            _put_weights_last(node, constants)
     piece = None if definition is None else _piece(node, definition)
     if piece is None:
         return None
@@ -160,19 +161,12 @@ def _written_out(node: Node) -> Edit | None:
     return Edit(str(node.target), made.name)
 
 
-def _put_weights_last(node: Node) -> None:
+def _put_weights_last(node: Node, constants: Set[Node]) -> None:
     """An einsum of weights and tokens as that of tokens and weights: the product that a linear layer is."""
     inputs, arrow, output = str(node.args[0]).partition("->")
-    if [_is_of_weights(operand) for operand in node.all_input_nodes] == [True, False] and inputs.count(",") == 1:
+    if [operand in constants for operand in node.all_input_nodes] == [True, False] and inputs.count(",") == 1:
         weights, tokens = inputs.split(",")
         node.args = (f"{tokens},{weights}{arrow}{output}", node.all_input_nodes[::-1])
-
-
-def _is_of_weights(node: Node) -> bool:
-    """Whether weights alone decide what it is."""
-    if node.op != "call_function":
-        return node.op == "get_attr"
-    return bool(node.all_input_nodes) and all(map(_is_of_weights, node.all_input_nodes))
 
 
 def _softmax_axis(node: Node) -> int | None:

@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 from attnrewrite.errors import Refusal
 from attnrewrite.passes.base import Edit, Pass, PassResult, Pipeline
 from attnrewrite.passes.copying import quiet_copying
+from attnrewrite.passes.fx.complex_pairs import ComplexAsPairs
 from attnrewrite.passes.fx.composites import WriteOutComposites
 from attnrewrite.passes.fx.decompositions import Decompose
 from attnrewrite.passes.fx.edited import copied, input_specs, with_graph
@@ -136,7 +137,7 @@ class RemoveAssertions(Pass[GraphModule]):
         return PassResult(graph, gone)
 
 
-FUNCTIONAL: Pipeline[ExportedProgram] = Pipeline((WriteOutFlex(), Functionalise()), name="functional")
+FUNCTIONAL: Pipeline[ExportedProgram] = Pipeline((WriteOutFlex(), Functionalise(), ComplexAsPairs()), name="functional")
 READABLE: Pipeline[GraphModule] = Pipeline(
     (WriteOutComposites(), JoinWrittenParts(), RemoveDropout(), RemoveAssertions()), name="readable"
 )

@@ -1,6 +1,8 @@
-"""Torch code as a piece of a graph: traced on what nodes of the graph are, and put where they stand."""
+"""Torch code as a piece of a graph: traced on what nodes of the graph are, and put where they stand; and which nodes
+are constants.
+"""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +21,15 @@ def traced(compute: Callable[..., Any], operands: Sequence[Node]) -> Graph:
     modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
     with modes[0] if modes else nullcontext():
         return make_fx(compute, pre_dispatch=True)(*values).graph
+
+
+def constant_nodes(graph: Graph, stored: Iterable[Node] = ()) -> frozenset[Node]:
+    """What no input of the graph decides: weights, also those that are `stored` inputs, and what follows from them."""
+    found = set(stored)
+    for node in graph.nodes:
+        if node.op == "get_attr" or (node.op == "call_function" and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return frozenset(found)
 
 
 def put(piece: Graph, operands: Sequence[Node], before: Node, told: Mapping[str, Any]) -> dict[Node, Node]:

@@ -151,6 +151,13 @@ def rotary(m: Any, x: Tensor) -> Tensor:
     return m.proj(merged(attend(turn(q), turn(k), v)))
 
 
+def rotary_in_complex_numbers(m: Any, x: Tensor) -> Tensor:
+    q, k, v = unpacked(m, x)
+    unit = torch.polar(torch.ones_like(m.angle), m.angle)[None, None]
+    turn = lambda t: torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * unit).flatten(3)  # noqa: E731
+    return m.proj(merged(attend(turn(q), turn(k), v)))
+
+
 def cosine(m: Any, x: Tensor) -> Tensor:
     q, k, v = unpacked(m, x)
     scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
@@ -435,6 +442,12 @@ SPELLINGS = [
         inputs=lambda: torch.randn(BATCH, 24, WIDTH),
     ),
     Spelling("rotary", with_parameters(packed(), cos=(TOKENS, DIM), sin=(TOKENS, DIM)), rotary, {"rope": True}),
+    Spelling(
+        "rotary, in complex numbers",
+        with_parameters(packed(), angle=(TOKENS, DIM // 2)),
+        rotary_in_complex_numbers,
+        {"rope": True},
+    ),
     Spelling("bias times alpha", BIASED, added(lambda s, t: torch.add(s, t, alpha=2)), {"bias": "constant"}),
     Spelling("bias taken away times alpha", BIASED, added(lambda s, t: s.sub(t, alpha=3)), {"bias": "constant"}),
     Spelling(

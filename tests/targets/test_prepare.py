@@ -290,3 +290,23 @@ def test_a_module_that_rounding_moves_further_is_not_held_to_what_it_rounded() -
     prepared = Prepared(Apply(lambda x: (x + 1e3) - 1e3), inputs)
     agreement = prepared.agree("it", inputs[0].numpy()[None])
     assert FLOAT32 < agreement.max_abs_error < agreement.tolerance
+
+
+class Turned(nn.Module):
+    """Channels two by two turned by stored angles, as rotary embeddings are: [B, 5, 8] -> [B, 5, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unit", torch.polar(torch.ones(9, 4), torch.rand(9, 4, generator=RANDOM)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x.unflatten(-1, (4, 2))) * self.unit[: x.shape[1]]
+        return torch.view_as_real(turned).flatten(-2)
+
+
+def test_stored_complex_numbers_are_pairs_before_a_compiler_sees_them() -> None:
+    module, x = Turned(), heads(2, 5, 8)
+    program = specialise(module, (x,))
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    assert not any(value.is_complex() for value in values if isinstance(value, Tensor))
+    torch.testing.assert_close(program.module()(x), module(x))
