@@ -41,21 +41,32 @@ def put(piece: Graph, operands: Sequence[Node], before: Node, told: Mapping[str,
     standing: dict[Node, Node] = dict(zip(piece.nodes, operands, strict=False))
     with before.graph.inserting_before(before):
         for inner in piece.nodes:
-            if inner.op == "call_function":
+            size = _among_inputs(before, inner.meta["val"]) if inner.target is sym_size else None
+            if size is not None:
+                standing[inner] = size
+            elif inner.op == "call_function":
                 standing[inner] = before.graph.node_copy(inner, standing.__getitem__)
                 standing[inner].meta = {**outside, "val": inner.meta["val"]}
-            if inner.target is sym_size:
-                standing[inner].args = _among_inputs(before.graph, inner.meta["val"]) or standing[inner].args
     return standing
 
 
-def _among_inputs(graph: Graph, size: Any) -> tuple[Node, int] | None:
-    """The input of `graph`, and the axis of it, that is as long as `size` whatever that is."""
-    for node in graph.nodes:
-        value = node.meta.get("val") if node.op == "placeholder" else None
+def _among_inputs(before: Node, size: Any) -> Node | None:
+    """What reads the size of an input, in front of `before`, that is `size` whatever that is: one that stands there, or
+    one behind the inputs, so that the input itself is not needed further on.
+    """
+    inputs = before.graph.find_nodes(op="placeholder")
+    for node in inputs:
+        value = node.meta.get("val")
         for axis, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
-            if _is_same(length, size):
-                return node, axis
+            if not _is_same(length, size):
+                continue
+            for user in node.users:
+                if user.target is sym_size and user.args == (node, axis) and user < before:
+                    return user
+            with before.graph.inserting_after(inputs[-1]):
+                made = before.graph.call_function(sym_size, (node, axis))
+            made.meta["val"] = size
+            return made
     return None
 
 
