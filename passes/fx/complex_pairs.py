@@ -65,11 +65,13 @@ def _product(one: Any, other: Any) -> Pair:
 
 def _along(operator: Callable[..., Tensor], added: int = 0) -> Callable[..., Pair]:
     """An operator whose second argument is an axis, counted from the front; `added` axes come in."""
-    return lambda pair, axis, *rest: Pair(operator(pair.parts, axis % (pair.rank + added), *rest))
+    return lambda pair, axis=0, *rest: Pair(operator(pair.parts, axis % (pair.rank + added), *rest))
 
 
 def _joined(operator: Callable[..., Tensor], added: int = 0) -> Callable[..., Pair]:
-    def join(pairs: list[Pair], axis: int = 0) -> Pair:
+    def join(pairs: list[Any], axis: int = 0) -> Pair:
+        if not all(isinstance(each, Pair) for each in pairs):
+            return NotImplemented
         return Pair(operator([pair.parts for pair in pairs], axis % (pairs[0].rank + added)))
 
     return join
@@ -80,6 +82,8 @@ def _reshaped(pair: Pair, shape: list[int]) -> Pair:
 
 
 def _flattened(pair: Pair, start: int = 0, end: int = -1) -> Pair:
+    if not pair.rank:
+        return NotImplemented
     return Pair(pair.parts.flatten(start % pair.rank, end % pair.rank))
 
 

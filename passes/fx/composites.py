@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from attnrewrite.passes.base import Edit, Pass, PassResult
 from attnrewrite.passes.fx.einsum import einsum_as_product
 from attnrewrite.passes.fx.pieces import constant_nodes, put, traced
+from attnrewrite.patterns.fx.normalise import arguments_of
 from attnrewrite.patterns.fx.operators import IDENTITIES, KINDS, operator_name
 
 aten = torch.ops.aten
@@ -177,7 +178,7 @@ def _softmax_axis(node: Node) -> int | None:
             name, value = operator_name(user), user.meta.get("val")
             same = isinstance(value, Tensor) and value.dim() == rank
             if name in SOFTMAXES and same:
-                axes.add(int(user.args[1]) % rank)  # type: ignore[call-overload, arg-type]
+                axes.add(int(arguments_of(user)["dim"]) % rank)
             elif user not in seen and same and (name in IDENTITIES or KINDS.get(name) == "map"):
                 seen.add(user)
                 waiting.append(user)

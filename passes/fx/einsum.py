@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attnrewrite.patterns.contraction import Contraction
+
 
 def einsum_as_product(
     equation: str, operands: Sequence[Tensor], *, path: object = None, keys: int | None = None
@@ -57,32 +59,20 @@ def _product(left: Tensor, left_term: str, right: Tensor, right_term: str, outpu
     left, left_term = _sum_alone(left, left_term, right_term + output)
     right, right_term = _sum_alone(right, right_term, left_term + output)
     sizes = dict(zip(left_term, left.shape, strict=True)) | dict(zip(right_term, right.shape, strict=True))
-    shared = [a for a in left_term if a in right_term]
-    for a in shared:  # an axis of length one is read again and again
-        sizes[a] = left.shape[left_term.index(a)] if right.shape[right_term.index(a)] == 1 else sizes[a]
+    for a in left_term:  # an axis of length one is read again and again
+        if a in right_term:
+            sizes[a] = left.shape[left_term.index(a)] if right.shape[right_term.index(a)] == 1 else sizes[a]
     left, right = _expanded(left, left_term, sizes), _expanded(right, right_term, sizes)
-    batch = [a for a in shared if a in output]
-    summed = [a for a in shared if a not in output]
-    rows = [a for a in left_term if a not in shared]
-    columns = [a for a in right_term if a not in shared]
-    if not summed:
+    each = Contraction.of(left_term, right_term, output, key)
+    if not each.summed:
         return _across(left, left_term, output, sizes) * _across(right, right_term, output, sizes)
-    key = key if batch or (rows and key in columns) else ""  # else a linear layer of tokens: a matrix, or a vector
-    left_leads, rows = _beside_keys(rows, key)
-    right_leads, columns = _beside_keys(columns, key)
-    leads, shared_leads = left_leads + right_leads, [batch] if batch else []
-    tokens = [rows] if batch or leads else [[a] for a in rows]  # what one matrix multiplies keeps its axes
+    batch = [each.batch] if each.batch else []
+    tokens = [[a] for a in each.rows] if each.by_one_matrix else [each.rows]
     product = torch.matmul(
-        _grouped(left, left_term, [*([a] for a in left_leads), *shared_leads, *tokens, summed], sizes),
-        _grouped(right, right_term, [*([a] for a in right_leads), *shared_leads, summed, columns], sizes),
+        _grouped(left, left_term, [*([a] for a in each.left_leads), *batch, *tokens, each.summed], sizes),
+        _grouped(right, right_term, [*([a] for a in each.right_leads), *batch, each.summed, each.columns], sizes),
     )
-    order = leads + batch + rows + columns
-    return _permuted(product.reshape([sizes[a] for a in order]), [order.index(a) for a in output])
-
-
-def _beside_keys(own: list[str], key: str) -> tuple[list[str], list[str]]:
-    """Of the axes that one operand alone has: those that lead, and those of its tokens."""
-    return ([a for a in own if a != key], [key]) if key and key in own else ([], own)
+    return _permuted(product.reshape([sizes[a] for a in each.order]), [each.order.index(a) for a in output])
 
 
 def _expanded(tensor: Tensor, term: str, sizes: dict[str, int]) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from attnrewrite.errors import Refusal
+from attnrewrite.patterns.contraction import Contraction
 from attnrewrite.patterns.onnx.writer import Writer
 
 Size = Callable[[ir.Value], tuple[int, ...]]
@@ -69,35 +70,26 @@ class _Step:
 
     def product(self, left: _Labelled, right: _Labelled, result: str, key: str) -> _Labelled | Refusal:
         """The two multiplied and summed to `result`; `key` is the label that a softmax runs over, empty for none."""
-        first, second = left.labels, right.labels
-        shared = [label for label in first if label in second and label in result]
-        summed = [label for label in first if label in second and label not in result]
-        rows = [label for label in first if label not in second]
-        columns = [label for label in second if label not in first]
-        if set(result) != {*shared, *rows, *columns}:
+        each = Contraction.of(left.labels, right.labels, result, key)
+        if set(result) != set(each.order):
             return _MORE
-        if not summed:
-            across = [self._across(each, result, side) for each, side in ((left, "left"), (right, "right"))]
+        if not each.summed:
+            across = [self._across(operand, result, side) for operand, side in ((left, "left"), (right, "right"))]
             return _Labelled(self.writer.one("Mul", across, f"{self.name}product"), result)
-        key = key if shared or (rows and key in columns) else ""  # else a linear layer of tokens: a matrix, or a vector
-        left_leads, rows = _beside_keys(rows, key)
-        right_leads, columns = _beside_keys(columns, key)
-        leads = [*left_leads, *right_leads]
-        whole = not (shared or leads)  # leading axes need no merging when the right operand is one matrix
-        kept, tokens = [*left_leads, *shared, *(rows if whole else [])], [] if whole else [rows]
+        whole, rows = each.by_one_matrix, each.rows
+        kept, tokens = [*each.left_leads, *each.batch, *(rows if whole else [])], [] if whole else [rows]
         operands = [
-            self._arranged(left, kept, [*tokens, summed], summed, "left"),
-            self._arranged(right, [*right_leads, *shared], [summed, columns], summed, "right"),
+            self._arranged(left, kept, [*tokens, each.summed], each.summed, "left"),
+            self._arranged(right, [*each.right_leads, *each.batch], [each.summed, each.columns], each.summed, "right"),
         ]
         product = self.writer.one("MatMul", operands, f"{self.name}product")
-        split_rows, split_columns = len(rows) != 1 and not whole, len(columns) != 1
+        split_rows, split_columns = len(rows) != 1 and not whole, len(each.columns) != 1
         if split_rows or split_columns:
-            apart = [*leads, *shared, *(rows if whole else [])]
+            apart = [*each.leads, *each.batch, *(rows if whole else [])]
             inner = [] if whole else _lengths(rows, self.lengths, open_first=split_rows)
-            shape = [0] * len(apart) + inner + _lengths(columns, self.lengths, open_first=-1 not in inner)
+            shape = [0] * len(apart) + inner + _lengths(each.columns, self.lengths, open_first=-1 not in inner)
             product = self.writer.reshape(product, shape, f"{self.name}unmerged")
-        made = [*leads, *shared, *rows, *columns]
-        return _Labelled(self._turned(_Labelled(product, "".join(made)), result, "turned"), result)
+        return _Labelled(self._turned(_Labelled(product, "".join(each.order)), result, "turned"), result)
 
     def _turned(self, operand: _Labelled, labels: Sequence[str], name: str) -> ir.Value:
         order = [operand.labels.index(label) for label in labels]
@@ -126,11 +118,6 @@ class _Step:
             return value
         merged = [math.prod(self.lengths[label] for label in group) if group == summed else -1 for group in groups]
         return self.writer.reshape(value, [0] * len(kept) + merged, f"{self.name}{name}_merged")
-
-
-def _beside_keys(own: list[str], key: str) -> tuple[list[str], list[str]]:
-    """Of the axes that one operand alone has: those that lead, and those of its tokens."""
-    return ([label for label in own if label != key], [key]) if key and key in own else ([], own)
 
 
 def parse(equation: str, ranks: list[int]) -> tuple[list[str], str] | Refusal:

@@ -81,6 +81,8 @@ def test_every_operation_is_among_the_cases() -> None:
         lambda z, w, r: z * w.exp(),
         lambda z, w, r: 1j * z * w,
         lambda z, w, r: z.abs() * r,
+        lambda z, w, r: torch.cat([w, r]) * 2,
+        lambda z, w, r: z * w[0, 0].flatten(),
     ],
 )
 def test_what_is_not_known_leaves_all_as_it_is(compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
