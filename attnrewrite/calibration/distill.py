@@ -11,7 +11,6 @@ from torch.fx import GraphModule, Node
 from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.stage import Distance, StageInput, StageResult, distance
 from attnrewrite.calibration.train import Schedule, train
-from attnrewrite.images.pool import first_tensor
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Distillation:
         student = given.student
         streams = {point.stream.name: point.name for point in fit_points(student)}
         teacher, own = with_values(given.teacher, streams), with_values(student, streams)
-        output_loss = logit_loss if given.classifies else partial(relative_loss, energy=variance(given.wanted))
+        output_loss = logit_loss if given.answer.logits else partial(relative_loss, energy=given.answers.variance)
 
         def losses(images: Tensor) -> dict[str, Tensor]:
             with torch.no_grad():
@@ -43,7 +42,7 @@ class Distillation:
             shares = {
                 name: loss * (self.features / len(streams)) for name, loss in zip(streams.values(), near, strict=True)
             }
-            return {**shares, "the output": output_loss(first_tensor(found), first_tensor(wanted))}
+            return {**shares, "the output": output_loss(given.answer.of(found), given.answer.of(wanted))}
 
         best = train(self.name, given, losses, Schedule(self.steps, self.rate), self.every)
         student.load_state_dict(best.tensors)
@@ -82,8 +81,3 @@ def logit_loss(found: Tensor, wanted: Tensor) -> Tensor:
 def relative_loss(found: Tensor, wanted: Tensor, energy: float) -> Tensor:
     """The mean squared difference of any other output over the `energy` of its values."""
     return (found - wanted).square().mean() / energy
-
-
-def variance(values: Tensor) -> float:
-    """The mean squared distance of `values` from their mean; never zero."""
-    return float(values.float().var(correction=0).clamp(min=torch.finfo(torch.float32).tiny))

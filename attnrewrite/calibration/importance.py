@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
+from attnrewrite.calibration.answers import Answer
 from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.cuts import Cuts
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.store import InMemory, Store
-from attnrewrite.images.pool import Pool, first_tensor
+from attnrewrite.images.pool import Pool
 
 DRAWS = 1  # of directions for each image: for a closed form a weight need not be exact, as there are many images
 FINE_DRAWS = 2  # where blocks are trained a few images at a time, or forms compared by small differences
@@ -51,6 +52,7 @@ class Importance:
 def importance(
     teacher: GraphModule,
     images: Pool,
+    answer: Answer,
     processes: Processes,
     store: Store | None = None,
     draws: int = DRAWS,
@@ -62,7 +64,7 @@ def importance(
     activations for a batch, what stands between the pieces, and a number for each token, which `store` keeps.
     """
     found = {branch.node.name: branch for branch in branches(teacher)}
-    blocks = Blocks(teacher, found, draws, pieces)
+    blocks = Blocks(teacher, found, answer, draws, pieces)
     energy = InMemory() if store is None else store
     sums = dict.fromkeys(found, (0.0, 0.0))
     for index in range(processes.rank, len(images), processes.size):
@@ -92,9 +94,14 @@ class Blocks:
     """
 
     def __init__(
-        self, module: GraphModule, names: Collection[str], draws: int = DRAWS, pieces: int | None = None
+        self,
+        module: GraphModule,
+        names: Collection[str],
+        answer: Answer,
+        draws: int = DRAWS,
+        pieces: int | None = None,
     ) -> None:
-        self.module, self.names, self.draws = module, frozenset(names), draws
+        self.module, self.names, self.answer, self.draws = module, frozenset(names), answer, draws
         self.cuts = Cuts(module)
         self.nodes = self.cuts.nodes[:-1]  # without the output
         inside = self.cuts.between(node for node in self.nodes if node.name in self.names)
@@ -119,7 +126,7 @@ class Blocks:
                 if not ends[0].requires_grad:
                     return [self._ones(batch) for _ in range(self.draws)]
                 seeds = range(first * self.draws, (first + len(ends[0])) * self.draws)
-                behind = [[_direction(ends[0], seeds[number :: self.draws])] for number in range(self.draws)]
+                behind = [[self._direction(ends[0], seeds[number :: self.draws])] for number in range(self.draws)]
             by = [*sources.values(), *named.values()]
             for number, given in enumerate(behind):
                 grads = _gradients(ends, by, given, again=number + 1 < self.draws)
@@ -158,7 +165,14 @@ class Blocks:
         return values, named
 
     def _answer(self, values: Values) -> Tensor:
-        return first_tensor(map_arg(self.cuts.nodes[-1].args[0], values.__getitem__))
+        return self.answer.of(map_arg(self.cuts.nodes[-1].args[0], values.__getitem__))
+
+    def _direction(self, answer: Tensor, seeds: range) -> Tensor:
+        """A random change of the answer [images, ...], drawn for each image from its own seed; of logits, one that
+        softmax sees.
+        """
+        drawn = torch.stack([_drawn(answer.shape[1:], seed) for seed in seeds]).to(answer)
+        return drawn - drawn.mean(1, keepdim=True) if self.answer.logits else drawn
 
     @torch.no_grad()
     def _ones(self, batch: Sequence[Tensor]) -> Gradients:
@@ -196,14 +210,6 @@ def _leaf(value: Tensor) -> Tensor:
 def _finite(gradient: Tensor) -> Tensor:
     """A norm of zero has no gradient."""
     return gradient.nan_to_num(0.0, 0.0, 0.0)
-
-
-def _direction(answer: Tensor, seeds: range) -> Tensor:
-    """A random change of the answer [images, ...], drawn for each image from its own seed; of logits [images, classes],
-    one that softmax sees.
-    """
-    drawn = torch.stack([_drawn(answer.shape[1:], seed) for seed in seeds]).to(answer)
-    return drawn - drawn.mean(1, keepdim=True) if answer.dim() == 2 and answer.shape[1] > 1 else drawn
 
 
 def _drawn(shape: Sequence[int], seed: int) -> Tensor:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from attnrewrite.calibration.answers import Answer, Answers, squared_norm
 from attnrewrite.calibration.importance import Importance
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.resume import State
 from attnrewrite.calibration.room import sized
-from attnrewrite.images.pool import Pool
-from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.images.pool import Pool, tensors_of
 from attnrewrite.request import Execution
 
 
@@ -38,25 +38,23 @@ class StageInput:
     importance: Callable[[Pool], Importance] | None = None
 
     @cached_property
-    def wanted(self) -> Tensor:
-        """The original's output on the held-out images, float64 [images, ...]."""
-        return self.measuring.outputs(self.original, self.processes.device)
-
-    @cached_property
-    def classifies(self) -> bool:
-        """Whether the original's output is logits [images, classes]: by its graph, or as the images' labels are of as
-        many classes.
+    def answers(self) -> Answers:
+        """The original's answers to the held-out images, in batches that a forward pass has room for, with what comes
+        out of it three times: the original's, the student's, and their difference.
         """
-        if self.wanted.dim() != 2 or self.wanted.shape[1] < 2:
-            return False
-        return self.images.images.class_count == self.wanted.shape[1] or FxGraph(self.original).gives_logits
 
-    @cached_property
-    def measuring(self) -> Pool:
-        """The held-out images, in batches that a forward pass has room for."""
+        def measure(*inputs: Tensor) -> object:
+            made = tuple(tensors_of(self.original(*inputs)))
+            return made, [each.clone() for each in (*made, *made)]
+
         device = self.processes.device
-        forward = torch.no_grad()(self.original.forward)
-        return sized(self.held_out, "measuring the model", forward, self.execution, device)
+        held_out = sized(self.held_out, "measuring the model", torch.no_grad()(measure), self.execution, device)
+        return Answers.of(self.original, held_out, self.execution, device, self.images.images.class_count)
+
+    @property
+    def answer(self) -> Answer:
+        """What of the original's output counts."""
+        return self.answers.answer
 
     @property
     def state(self) -> State:
@@ -87,8 +85,8 @@ class Stage(Protocol):
 class Distance:
     """How far the student's output is from the original's on the held-out images.
 
-    `error` is the squared difference over the original's energy around its mean. `kl` (nats an image) and `agreement`
-    (percent of images with the same highest logit) are None where the output is no logits.
+    `error` is the squared difference over the original's energy around its mean, of several outputs on average. `kl`
+    (nats an image) and `agreement` (percent of images with the same highest logit) are None where there are no logits.
     """
 
     error: float
@@ -135,14 +133,17 @@ class StageReport:
 
 def distance(given: StageInput) -> Distance:
     """How far the student is from the original on the held-out images."""
-    wanted = given.wanted
-    found = given.measuring.outputs(given.student, given.processes.device)
-    energy = (wanted - wanted.mean(0)).square().sum().clamp(min=torch.finfo(torch.float32).tiny)
-    error = float((found - wanted).square().sum() / energy)
-    if not given.classifies:
-        return Distance(error, None, None)
-    agreement = 100 * float((wanted.argmax(1) == found.argmax(1)).double().mean())
-    return Distance(error, divergence(wanted, found), agreement)
+    answers, logits = given.answers, given.answer.logits
+    squares = kl = 0.0
+    agreed = 0
+    for wanted, found in answers.beside(given.student):
+        squares += squared_norm(found - wanted)
+        if logits:
+            kl += divergence(wanted.double(), found.double()) * len(wanted)
+            agreed += int((wanted.argmax(1) == found.argmax(1)).sum())
+    error = squares / max(answers.energy, torch.finfo(torch.float32).tiny)
+    images = len(answers.pool.images)
+    return Distance(error, kl / images, 100 * agreed / images) if logits else Distance(error, None, None)
 
 
 def divergence(wanted: Tensor, found: Tensor) -> float:

@@ -31,13 +31,13 @@ class Copy:
 
     def run(self, given: StageInput, before: Distance | None = None) -> StageResult:
         before = before or distance(given)
-        if given.classifies or given.wanted.dim() != 2:
-            return StageResult(before)
-        embedding = (
-            f"no agreement is measured, as the output [images, {given.wanted.shape[1]}] is taken for an embedding: no "
-            "linear map with a bias gives it, and no labels are of as many classes"
-        )
-        return StageResult(before, (embedding,))
+        notes = [given.answer.note] if given.answer.note else []
+        if len(given.answer.scales) == len(given.answers.shape) == 1 and not given.answer.logits:
+            notes.append(
+                f"no agreement is measured, as the output [images, {given.answers.shape[0]}] is taken for an "
+                "embedding: no linear map with a bias gives it, and no labels are of as many classes"
+            )
+        return StageResult(before, tuple(notes))
 
 
 def calibrate(given: StageInput, steps: int = 0, times: int = MOST_TIMES) -> list[StageReport]:

@@ -84,7 +84,7 @@ class Workplace:
         names = asked.ends or [branch.node.name for branch in branches(given.teacher)]
 
         def backwards(pieces: int | None) -> Callable[..., object]:
-            blocks = Blocks(given.teacher, names, asked.draws, pieces)
+            blocks = Blocks(given.teacher, names, given.answer, asked.draws, pieces)
             return lambda *inputs: blocks.gradients(inputs, 0)
 
         pieces = None
@@ -110,7 +110,9 @@ class Workplace:
             if given.importance is not None:
                 weights = given.importance(self.images)
             else:
-                weights = importance(given.teacher, self.images, processes, energy, self.draws, self.pieces)
+                weights = importance(
+                    given.teacher, self.images, given.answer, processes, energy, self.draws, self.pieces
+                )
             give_back()
             yield teacher, student, weights
 

@@ -1,7 +1,7 @@
 """Images as a model's inputs: in batches of one size, in order or drawn at random."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -83,19 +83,25 @@ class Pool:
         return self.joined(first_tensor(model(*(each.to(device) for each in inputs))) for inputs in batches)
 
     def joined(self, outputs: Iterable[Tensor]) -> Tensor:
-        """The outputs of every batch in order as one tensor, in float64: each image once, without those that filled up
-        a batch, where the output's first axis is the batch's.
-        """
-        found = []
-        for index, ((start, stop), output) in enumerate(zip(self.bounds, outputs, strict=True)):
-            whole = output.shape[:1] == (self.size_of(index),)
-            found.append(output[: stop - start] if whole else output)
-        return torch.cat(found).double()
+        """The outputs of every batch in order as one tensor, in float64: each image once."""
+        numbered = zip(range(len(self)), outputs, strict=True)
+        return torch.cat([self.own(index, output) for index, output in numbered]).double()
+
+    def own(self, index: int, output: Tensor) -> Tensor:
+        """An output of batch `index` without the images that filled it up, where its first axis is the batch's."""
+        start, stop = self.bounds[index]
+        return output[: stop - start] if output.shape[:1] == (self.size_of(index),) else output
 
 
 def first_tensor(output: object) -> Tensor:
     """The first tensor of a model's output: the logits, for a classifier."""
+    return next(tensors_of(output))
+
+
+def tensors_of(output: object) -> Iterator[Tensor]:
+    """The tensors of a model's output in order, whatever they are held in."""
     if isinstance(output, Tensor):
-        return output
-    parts = output.values() if isinstance(output, dict) else output
-    return first_tensor(next(iter(parts)))  # type: ignore[call-overload]
+        yield output
+    elif output is not None:
+        for part in output.values() if isinstance(output, dict) else output:  # type: ignore[attr-defined]
+            yield from tensors_of(part)

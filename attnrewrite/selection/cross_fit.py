@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
+from attnrewrite.calibration.answers import LOGITS
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.importance import FINE_DRAWS, Importance, importance
 from attnrewrite.calibration.processes import Processes, placed
@@ -44,7 +45,7 @@ class CrossFit:
                     fold.importance,
                 )  # fmt: skip
                 Fit(times=1, name="fit for the selection").run(given)  # for time: a selection fits often
-                batch = given.measuring.batch_size  # what memory has room for
+                batch = given.answers.pool.batch_size  # what memory has room for
                 measuring = replace(self.images.take(fold.measuring), batch_size=batch)
                 yield fold.measuring, measuring.outputs(student, self.processes.device).cpu()
 
@@ -71,6 +72,6 @@ class _Fold:
         """What the tokens of `images`, those to fit, count. A number for each token stays in memory."""
         if images.batch_size not in self._known:
             self._known[images.batch_size] = importance(
-                self.extraction.teacher, images, self.processes, draws=FINE_DRAWS
+                self.extraction.teacher, images, LOGITS, self.processes, draws=FINE_DRAWS
             )
         return self._known[images.batch_size]

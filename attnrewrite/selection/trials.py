@@ -19,7 +19,6 @@ from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput
 from attnrewrite.calibration.workplace import Demand, Workplace
 from attnrewrite.errors import CheckFailedError
-from attnrewrite.images.pool import first_tensor
 from attnrewrite.selection.loss_bound import distance
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Variant, refusal_of
@@ -102,7 +101,8 @@ class _Network:
         try:
             chooses = bool(self.teacher.images.parts)  # enough images for the fit to see by itself whether it helps
             found = [self._outputs() for done in self._fitting(site, variant, near) if done or not chooses]
-            return Trial(site.id, number, min(found, key=lambda each: distance(self.given.wanted, each)), None)
+            wanted = self.given.answers.together
+            return Trial(site.id, number, min(found, key=lambda each: distance(wanted, each)), None)
         except (CheckFailedError, torch.linalg.LinAlgError) as error:
             return Trial(site.id, number, None, str(error))
         finally:
@@ -126,7 +126,7 @@ class _Network:
         yield True
 
     def _outputs(self) -> Tensor:
-        """The network's first output for each held-out image, float64 [images, ...]."""
+        """The network's answer to each held-out image, float64 [images, ...]."""
         end = self.ahead.nodes[-1]
         ran = self.ahead.run(len(self.ahead.nodes), {end})
-        return self.ahead.images.joined(first_tensor(values[end]) for _, values in ran)
+        return self.ahead.images.joined(self.given.answer.of(values[end]) for _, values in ran)

@@ -11,7 +11,10 @@ from attnrewrite.variants.parts.local_branch import LocalBranch
 from attnrewrite.variants.parts.tensors import image_grid, prefix_queries, score_scale
 from attnrewrite.variants.parts.value_mean import ValueMean
 
-DROPPABLE = ("constant", "depends-on-query")
+DROPPABLE = {
+    "constant": Refusal("constant-bias", "adds a constant bias to its scores"),
+    "depends-on-query": Refusal("bias-depends-on-query", "adds a bias that depends on the query"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +61,27 @@ class LinearVariant(Variant):
         if reason := self._refuse_grid(site):
             return reason
         site = self._told(site)
-        left_out = self.approximate and site.bias in DROPPABLE
-        plain = replace(site, bias="none") if left_out or self._weighs_keys(site) else site
-        if reason := refuse_unless_plain(plain):
+        if reason := refuse_unless_plain(replace(site, bias="none")) or self._refuse_bias(site):
             return reason
-        unweighed = as_refusal(self.no_key_bias)
-        if unweighed and site.bias_of_keys and plain.bias == "input":
-            return Refusal(unweighed.code, f"masks keys, and the form {unweighed}")
-        if plain.bias == "input":
-            return Refusal("bias-is-input", "its scores carry a mask or bias that is an input of the model")
-        if plain.bias == "constant":
-            why = f"adds a constant bias to its scores; approximate=true {self.approximation}"
-            return Refusal("constant-bias", why)
         if self.local and image_grid(site) is None:
             return Refusal("local-without-grid", "local=true needs tokens that are known to be an image grid")
         if self.local and self._weighs_keys(site):
             return Refusal("local-with-key-mask", "masks keys, and local=true would read them all")
         return self.refuse_form(site)
+
+    def _refuse_bias(self, site: AttentionSite) -> Refusal | None:
+        """Where the scores carry what the form neither honours nor may leave out."""
+        if site.bias == "none" or self._weighs_keys(site):
+            return None
+        if site.bias == "input":
+            unweighed = as_refusal(self.no_key_bias)
+            if unweighed and site.bias_of_keys:
+                return Refusal(unweighed.code, f"masks keys, and the form {unweighed}")
+            return Refusal("bias-is-input", "its scores carry a mask or bias that is an input of the model")
+        if self.approximate:
+            return None
+        added = DROPPABLE[site.bias]
+        return Refusal(added.code, f"{added}; approximate=true {self.approximation}")
 
     def note(self, site: AttentionSite) -> str | None:
         left_out = site.bias != "none" and not self._weighs_keys(site)

@@ -33,7 +33,7 @@ class Classes(Model):
 
 def test_only_what_is_read_counts() -> None:
     given = calibration("pre-norm", get_variant("l1"), model=FirstToken("pre-norm"))
-    weights = importance(given.teacher, given.images, given.processes)
+    weights = importance(given.teacher, given.images, given.answer, given.processes)
     names = [branch.node.name for branch in branches(given.teacher)]
     rows = {name: weights.of(name, 0).reshape(-1, TOKENS) for name in names}
     for name in names[2:]:  # the last block: nothing mixes tokens behind its attention
@@ -47,7 +47,7 @@ def test_a_mean_counts_all_tokens_alike_where_nothing_follows() -> None:
     """Behind the last branch stand a mean and a linear head: every row's gradient is W^T u / N."""
     given = calibration("pre-norm", get_variant("l1"))
     last = list(branches(given.teacher))[-1].node.name
-    rows = importance(given.teacher, given.images, given.processes).of(last, 0).reshape(-1, TOKENS)
+    rows = importance(given.teacher, given.images, given.answer, given.processes).of(last, 0).reshape(-1, TOKENS)
     torch.testing.assert_close(rows, rows[:, :1].expand_as(rows))
 
 
@@ -55,7 +55,7 @@ def test_weights_have_one_mean_over_all_images_and_are_theirs_whatever_the_batch
     given = calibration("windows", get_variant("l1"))
     names = [branch.node.name for branch in branches(given.teacher)]
     whole, small = (replace(given.images, batch_size=size) for size in (84, 5))
-    first, second = (importance(given.teacher, pool, given.processes) for pool in (whole, small))
+    first, second = (importance(given.teacher, pool, given.answer, given.processes) for pool in (whole, small))
     for name in names:
         rows = first.of(name, 0)
         assert float(rows.mean()) == pytest.approx(1 + EVEN)
@@ -66,9 +66,11 @@ def test_weights_have_one_mean_over_all_images_and_are_theirs_whatever_the_batch
 def test_weights_are_the_same_in_however_few_pieces_the_network_is_gone_through(pieces: int) -> None:
     given = calibration("windows", get_variant("l1"))
     names = [branch.node.name for branch in branches(given.teacher)]
-    most, few = (importance(given.teacher, given.images, given.processes, pieces=each) for each in (None, pieces))
-    assert len(Blocks(given.teacher, names, pieces=pieces).pieces) == min(
-        pieces, len(Blocks(given.teacher, names).pieces)
+    most, few = (
+        importance(given.teacher, given.images, given.answer, given.processes, pieces=each) for each in (None, pieces)
+    )
+    assert len(Blocks(given.teacher, names, given.answer, pieces=pieces).pieces) == min(
+        pieces, len(Blocks(given.teacher, names, given.answer).pieces)
     )
     for name in names:
         torch.testing.assert_close(few.of(name, 0), most.of(name, 0))
@@ -77,9 +79,9 @@ def test_weights_are_the_same_in_however_few_pieces_the_network_is_gone_through(
 def test_a_draw_belongs_to_its_batch_whoever_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     given = calibration("windows", get_variant("l1"))
     names = [branch.node.name for branch in branches(given.teacher)]
-    alone = importance(given.teacher, given.images, Processes())
+    alone = importance(given.teacher, given.images, given.answer, Processes())
     monkeypatch.setattr(Processes, "add_up", lambda self, *tensors: None)
-    shared = [importance(given.teacher, given.images, Processes(rank, 2)) for rank in range(2)]
+    shared = [importance(given.teacher, given.images, given.answer, Processes(rank, 2)) for rank in range(2)]
     for index in range(len(given.images)):
         rows, other = alone.energy.get(index, "cpu"), shared[index % 2].energy.get(index, "cpu")
         assert all(torch.equal(rows[name], other[name]) for name in names)
@@ -87,7 +89,7 @@ def test_a_draw_belongs_to_its_batch_whoever_makes_it(monkeypatch: pytest.Monkey
 
 def test_without_a_gradient_all_tokens_are_alike() -> None:
     given = calibration("pre-norm", get_variant("l1"), model=Classes("pre-norm"))
-    weights = importance(given.teacher, given.images, given.processes)
+    weights = importance(given.teacher, given.images, given.answer, given.processes)
     rows = [weights.of(branch.node.name, 0) for branch in branches(given.teacher)]
     assert all(len(each.unique()) == 1 for each in rows)
 
@@ -95,7 +97,7 @@ def test_without_a_gradient_all_tokens_are_alike() -> None:
 def test_frozen_parameters_stay_frozen() -> None:
     model = Model("pre-norm").requires_grad_(False)
     given = calibration("pre-norm", get_variant("l1"), model=model)
-    importance(given.teacher, given.images, given.processes)
+    importance(given.teacher, given.images, given.answer, given.processes)
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 

@@ -55,7 +55,7 @@ def for_few_images(given: StageInput) -> int:
     """The bytes that three images' gradients take, and what the solver or a search holds beside them."""
     points, images = fit_points(given.student), given.images.images
     ends = list(branches(given.teacher))
-    blocks = Blocks(given.teacher, [branch.node.name for branch in ends])
+    blocks = Blocks(given.teacher, [branch.node.name for branch in ends], given.answer)
     first = given.images.draw(torch.zeros(1, dtype=torch.int64))
     one = int(1.5 * peak_memory_of(lambda: blocks.gradients(first, 0)))
     return 3 * one + _held_bytes(points, len(images) * _widest(given.student, points), len(images))

@@ -39,7 +39,7 @@ def test_a_site_is_found_the_same_whatever_was_tried_before_it(kind: str) -> Non
     assert [(trial.site, trial.candidate) for trial in both] == [(site.id, n) for site in sites for n in (0, 1)]
     for found, alone in zip(both[2:], last, strict=True):
         torch.testing.assert_close(found.output, alone.output)
-        assert (found.output - given.wanted).abs().max() > 1e-3
+        assert (found.output - given.answers.together).abs().max() > 1e-3
     assert {name: bool((tensor == before[name]).all()) for name, tensor in given.student.state_dict().items()} == (
         dict.fromkeys(before, True)
     )
@@ -49,7 +49,7 @@ def test_a_site_is_found_the_same_whatever_was_tried_before_it(kind: str) -> Non
 def test_an_output_that_is_no_number_is_never_the_closer_one(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = calibration("bare", get_variant("softmax"), pictures(20), Bare())  # too few for the fit to choose by
     site = scan(FxGraph(given.original), "bare").sites[:1]
-    whole, broken = torch.zeros_like(given.wanted), torch.full_like(given.wanted, torch.nan)
+    whole, broken = torch.zeros_like(given.answers.together), torch.full_like(given.answers.together, torch.nan)
     outputs = iter([broken, whole] if first else [whole, broken])
     monkeypatch.setattr(trials_module._Network, "_outputs", lambda self: next(outputs))
     (found,) = trials(given, site, [get_variant("l1")])

@@ -1,0 +1,193 @@
+"""What of a model's output calibration counts, and what the original gives of it for the held-out images.
+
+A classifier's answer is its logits, whatever else it gives. Any other model's is all that follows the images: maps of
+features, or queries' classes and their boxes. Each of several counts alike, by how much it differs between images.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from attnrewrite.calibration.room import room
+from attnrewrite.calibration.store import InMemory, OnDisk, Store, require_disk
+from attnrewrite.images.pool import Pool, tensors_of
+from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.request import Execution
+
+IN_MEMORY = 8  # answers that take at most this part of the room there is wait in memory
+CONSTANT = 1e-10  # of an output's squares; where so little differs between images, rounding is all that does
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Which tensors of a model's output, which has so many `outputs`, count: their places, and what each is scaled by.
+    `logits`: it is one tensor, [images, classes].
+    """
+
+    logits: bool
+    scales: Mapping[int, float]
+    outputs: int = 1
+
+    def of(self, output: object) -> Tensor:
+        """[images, ...] as it is, where one tensor counts; else all their elements, [images, elements]."""
+        return self.among(dict(enumerate(tensors_of(output))))
+
+    def among(self, tensors: Mapping[int, Tensor]) -> Tensor:
+        """The same of the output's tensors by their places."""
+        counted = [tensors[place] for place in self.scales]
+        if len(counted) == 1:
+            return counted[0] if counted[0].is_floating_point() else counted[0].double()
+        return torch.cat(
+            [tensor.flatten(1) * scale for tensor, scale in zip(counted, self.scales.values(), strict=True)], 1
+        )
+
+    @property
+    def note(self) -> str | None:
+        """What counts of several outputs, as a sentence; None where there is one."""
+        if self.outputs == 1:
+            return None
+        if self.logits:
+            return f"the model is held to its logits, the first of {self.outputs} outputs"
+        return f"the model is held to {len(self.scales)} of its {self.outputs} outputs, each alike"
+
+
+LOGITS = Answer(True, {0: 1.0})  # of a classifier that gives nothing else
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The original's `answer` to each image of `pool`; an image's has the `shape`, all of them so many `elements`.
+    `energy`: the sum of the squared distances from their mean over the images.
+    """
+
+    answer: Answer
+    pool: Pool
+    shape: tuple[int, ...]
+    elements: int
+    energy: float
+    _device: str
+    _store: Store
+
+    @classmethod
+    def of(
+        cls, original: GraphModule, pool: Pool, execution: Execution, device: str, classes: int | None = None
+    ) -> "Answers":
+        """Run the original over a pool in batches that there is room for. `classes`: how many the labels have.
+
+        Raises:
+            InputError: the answers have to wait in temporary files, and the disk has no room for them.
+        """
+        size, outputs, following = _look(original, pool, device)
+        logits = _are_logits(outputs[0], original, classes)
+        places = following if following and not logits else (0,)
+        of_image = sum(outputs[place].nbytes for place in places) // size
+        store = _store(of_image * len(pool.images), execution, device)
+        spreads = {place: _Spread() for place in places}
+        for index in range(len(pool)):
+            outputs = _outputs(original, pool.batch(index), device)
+            held = {place: pool.own(index, outputs[place]) for place in places}
+            store.put(index, {str(place): tensor for place, tensor in held.items()})
+            for place, tensor in held.items():
+                spreads[place].add(tensor)
+        counted = {place: spread for place, spread in spreads.items() if not spread.constant}
+        if len(counted) > 1:
+            answer = Answer(False, {place: each.energy**-0.5 for place, each in counted.items()}, len(outputs))
+            energy = float(len(counted))
+        else:
+            place = next(iter(counted), places[0])
+            answer, energy = Answer(logits, {place: 1.0}, len(outputs)), spreads[place].energy
+        elements = sum(spreads[place].elements for place in answer.scales)
+        found = cls(answer, pool, tuple(answer.of(outputs).shape[1:]), elements, energy, device, store)
+        weakref.finalize(found, store.close)
+        return found
+
+    def beside(self, model: GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
+        """The original's answers and those of `model`, batch by batch."""
+        for index in range(len(self.pool)):
+            outputs = _outputs(model, self.pool.batch(index), self._device)
+            yield self._kept(index), self.pool.own(index, self.answer.of(outputs))
+
+    @property
+    def together(self) -> Tensor:
+        """All of them, float64 [images, ...]: for logits, which are small."""
+        return torch.cat([self._kept(index) for index in range(len(self.pool))]).double()
+
+    @property
+    def variance(self) -> float:
+        """The mean square of an element's distance from its mean; never zero."""
+        return max(self.energy / self.elements, torch.finfo(torch.float32).tiny)
+
+    def _kept(self, index: int) -> Tensor:
+        kept = self._store.get(index, self._device)
+        return self.answer.among({int(place): tensor for place, tensor in kept.items()})
+
+
+class _Spread:
+    """How far the rows of tensors are from their mean."""
+
+    def __init__(self) -> None:
+        self.rows = self.elements = 0
+        self.squares = 0.0
+        self.sum: Tensor | float = 0.0
+
+    def add(self, tensor: Tensor) -> None:
+        self.elements += tensor.numel()
+        for row in torch.atleast_1d(tensor):
+            self.rows += 1
+            self.squares += squared_norm(row)
+            self.sum += row.double()
+
+    @property
+    def energy(self) -> float:
+        """The sum of their squared distances from it."""
+        return max(0.0, self.squares - float(torch.as_tensor(self.sum).square().sum()) / self.rows)
+
+    @property
+    def constant(self) -> bool:
+        return not self.energy > CONSTANT * self.squares
+
+
+def squared_norm(tensor: Tensor) -> float:
+    """The sum of its elements' squares, in float64, of which there is one row's at a time."""
+    return sum(float(row.double().square().sum()) for row in torch.atleast_1d(tensor))
+
+
+@torch.no_grad()
+def _outputs(model: GraphModule, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
+    return tuple(tensors_of(model(*(each.to(device) for each in inputs))))
+
+
+def _look(original: GraphModule, pool: Pool, device: str) -> tuple[int, tuple[Tensor, ...], tuple[int, ...]]:
+    """What comes of the first images, how many they are, and the places of what follows them: numbers whose first axis
+    is theirs, however many they are.
+    """
+    sizes = (pool.batch_size,) if pool.filled else (1, 2)
+    ran = [_outputs(original, pool.draw(torch.arange(size) % len(pool.images)), device) for size in sizes]
+    following = tuple(
+        place
+        for place, tensors in enumerate(zip(*ran, strict=True))
+        if all(
+            tensor.is_floating_point() and tensor.shape[:1] == (size,)
+            for tensor, size in zip(tensors, sizes, strict=True)
+        )
+    )
+    return sizes[-1], ran[-1], following
+
+
+def _are_logits(output: Tensor, original: GraphModule, classes: int | None) -> bool:
+    """Whether it is logits [images, classes]: by the graph, or as the images' labels are of as many classes."""
+    if output.dim() != 2 or output.shape[1] < 2:
+        return False
+    return output.shape[1] == classes or FxGraph(original).gives_logits
+
+
+def _store(needed: int, execution: Execution, device: str) -> Store:
+    """Where so many bytes wait: in temporary files, where they would take much of the memory there is."""
+    if needed <= room(execution, device) // IN_MEMORY:
+        return InMemory()
+    require_disk("measuring the model", needed)
+    return OnDisk()
