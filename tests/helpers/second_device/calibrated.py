@@ -4,6 +4,7 @@ python calibrated.py LIBRARY KIND:FORM ...
 """
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -42,3 +43,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # as the process ends, torch's thread for the device may be left without what it runs on, and abort
