@@ -19,7 +19,7 @@ from attnrewrite.passes.fx.complex_pairs import ComplexAsPairs
 from attnrewrite.passes.fx.decompositions import Decompose, either
 from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.fold_constants import FoldConstants
-from attnrewrite.passes.fx.functionalise import functional_graph
+from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph
 from attnrewrite.passes.fx.in_float32 import InFloat32
 from attnrewrite.passes.fx.misread import WRITTEN_OUT
 from attnrewrite.passes.fx.quantise import QUANTISED, TABLE
@@ -113,7 +113,9 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad(), without_torch_logs():  # some operators have no gradient on every processor
-            return _in_pairs(export_program(module, example_inputs))
+            program = export_program(module, example_inputs)
+            RemoveAssertions()(program.graph_module)
+            return _in_pairs(program)
     except GuardOnDataDependentSymNode as error:
         raise InputError(
             f"torch.export cannot capture the module: a branch or a size in it follows from values "

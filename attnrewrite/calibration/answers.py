@@ -52,7 +52,10 @@ class Answer:
             return None
         if self.logits:
             return f"the model is held to its logits, the first of {self.outputs} outputs"
-        return f"the model is held to {len(self.scales)} of its {self.outputs} outputs, each alike"
+        held = len(self.scales)
+        if held == self.outputs:
+            return f"the model is held to all of its {held} outputs alike"
+        return f"the model is held to {held} of its {self.outputs} outputs: the others do not follow the images"
 
 
 LOGITS = Answer(True, {0: 1.0})  # of a classifier that gives nothing else

@@ -63,6 +63,8 @@ def test_a_classifier_is_held_to_its_logits() -> None:
     assert distance(given) == distance(given_by(lambda model, logits, both: logits))
     assert given.answer.note == "the model is held to its logits, the first of 3 outputs"
     assert given_by(lambda model, logits, both: (logits,)).answer.note is None
+    others = "the model is held to 2 of its 5 outputs: the others do not follow the images"
+    assert given_by(beside_constants).answer.note == others
 
 
 @torch.no_grad()
@@ -126,5 +128,5 @@ def test_a_report_says_what_the_model_was_held_to() -> None:
         Outputs(maps).eval(), (torch.zeros(2, 3, 12, 12),), variant="l1", calibration=pictures(24), samples=24
     )
     copied, fitted = made.report["calibration"]["stages"]
-    assert list(copied["notes"]) == ["the model is held to 2 of its 2 outputs, each alike"]
+    assert list(copied["notes"]) == ["the model is held to all of its 2 outputs alike"]
     assert fitted["error_after"] < copied["error_after"]

@@ -159,6 +159,14 @@ def test_random_numbers_are_not_constants() -> None:
     assert aten.rand.default in targets_of(program)
 
 
+def test_what_only_asserts_is_left_out() -> None:
+    def positive(x: Tensor) -> Tensor:
+        torch._assert_async((x > -9).all(), "there must be no such number")
+        return x + 1
+
+    assert targets_of(specialise(Apply(positive), (heads(2, 4),))) == {aten.add.Tensor}
+
+
 def test_the_encoder_layers_fused_operator_is_not_captured() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval().requires_grad_(False)
     program = specialise(nn.TransformerEncoder(layer, 1).eval(), (heads(1, 5, 16),))

@@ -36,8 +36,10 @@ class _Writer(PyExprMutator):  # type: ignore[misc]
     def value_last(self, call: Any) -> Any:
         """value softmax^T as (softmax value^T)^T, where images have the channels of a value before its places."""
         value, turned = call.args
-        move = self.call(turned, "relax.permute_dims")
         last = list(range(len(shape(call))))
+        if len(last) < 2:  # a vector's
+            return call
+        move = self.call(turned, "relax.permute_dims")
         swapped = [*last[:-2], last[-1], last[-2]]
         if move is None or [int(axis) for axis in move.attrs.axes or last[::-1]] != swapped:
             return call

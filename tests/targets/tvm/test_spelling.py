@@ -34,3 +34,12 @@ def test_rows_of_weights_beside_a_value_are_no_attention() -> None:
     rules, run = scheduled([scores, value], lambda s, v: OP.matmul(v, OP.nn.softmax(s)))
     assert "attention" not in rules
     close(run(), wide(value)[0] @ softmax(*wide(scores)))
+
+
+@pytest.mark.parametrize("shapes", [((5,), (5,)), ((2, 5), (5,)), ((5,), (5, 3)), ((2, 3, 5), (5,))])
+def test_products_with_a_vector_are_no_attention(shapes: tuple[tuple[int, ...], ...]) -> None:
+    left, right = values(*shapes)
+    rules, run = scheduled([left, right], lambda a, b: OP.matmul(OP.nn.softmax(a), b))
+    assert "attention" not in rules
+    left, right = wide(left, right)
+    close(run(), softmax(left) @ right)
