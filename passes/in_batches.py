@@ -1,6 +1,6 @@
 """A model that takes one batch size, given any number of images; and whether it answers each image by itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from attnrewrite.errors import Refusal, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import Draw
-from attnrewrite.passes.verify import HALF, known_error, outputs
+from attnrewrite.passes.verify import HALF, known_error, outputs, tensors
 
 APART_TOLERANCE = 1e-4  # the same operations on more images at once, but for the order of the sums
 
@@ -18,13 +18,14 @@ APART_TOLERANCE = 1e-4  # the same operations on more images at once, but for th
 class InBatches(nn.Module):
     """`module`, which takes `size` images at a time, for any number of them: the last batch is filled up.
 
-    What of the inputs and outputs is as long as the batch along its first axis is the images'; other inputs go into
-    every call as they are, other outputs are the last call's.
+    What of the inputs is as long as the batch along its first axis is the images'; others go into every call as they
+    are. `axes`: along which axis each tensor of the output has them, None where it has none: then it is the last call's
+    (without `axes`, the first where that is as long as the batch).
     """
 
-    def __init__(self, module: nn.Module, size: int) -> None:
+    def __init__(self, module: nn.Module, size: int, axes: Sequence[int | None] | None = None) -> None:
         super().__init__()
-        self.module, self.size = module, size
+        self.module, self.size, self.axes = module, size, axes
 
     def forward(self, *inputs: Tensor) -> Any:
         count = inputs[0].shape[0]
@@ -32,12 +33,15 @@ class InBatches(nn.Module):
         for start in range(0, count, self.size):
             places = torch.arange(start, start + self.size).clamp(max=count - 1)
             results.append(self.module(*_at_images(inputs, places)))
-        return tree_map(lambda *parts: self._joined(parts, count), *results)
+        axes = iter([self._first(leaf) for leaf in tensors(results[0])] if self.axes is None else self.axes)
+        return tree_map(lambda *parts: self._joined(parts, count, axes), *results)
 
-    def _joined(self, parts: tuple[Any, ...], count: int) -> Any:
-        if not isinstance(parts[0], Tensor) or parts[0].shape[:1] != (self.size,):
-            return parts[-1]
-        return torch.cat(parts)[:count]
+    def _first(self, output: Tensor) -> int | None:
+        return 0 if output.shape[:1] == (self.size,) else None
+
+    def _joined(self, parts: tuple[Any, ...], count: int, axes: Iterator[int | None]) -> Any:
+        axis = next(axes, None) if isinstance(parts[0], Tensor) else None
+        return parts[-1] if axis is None else torch.cat(parts, axis).narrow(axis, 0, count)
 
 
 def with_images(inputs: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:
@@ -65,17 +69,35 @@ def images_mixed(fixed: Callable[..., Any], opened: Callable[..., Any], draws: S
     batch = first[0].shape[0]
     with torch.no_grad():
         known, other = outputs(fixed(*first)), outputs(fixed(*last))
-    for index, tensor in enumerate(known):
-        if tensor.shape[:1] != (batch,):
-            shape = list(tensor.shape)
-            return Refusal("no-batch-out", f"gives output {index} as {shape}, which holds no answer for each image")
     one = with_images(last, 1)
     more = tuple(
         torch.cat([mine, theirs[:1]]) if mine.dim() and mine.shape[0] == batch else mine
         for mine, theirs in zip(first, last, strict=True)
     )
-    wanted = [torch.cat([mine, theirs[:1]]) for mine, theirs in zip(known, other, strict=True)]
-    return _off(opened, more, wanted) or _off(opened, one, [theirs[:1] for theirs in other])
+    found = _given(opened, more)
+    if isinstance(found, Refusal):
+        return found
+    wanted, alone = [], []
+    for index, (mine, theirs, both) in enumerate(zip(known, other, found, strict=True)):
+        axis = _image_axis(mine, both, batch)
+        if axis is None and not (mine.shape == both.shape and known_error(theirs, mine) <= _allowed(mine)):
+            shape = list(mine.shape)
+            return Refusal("no-batch-out", f"gives output {index} as {shape}, which holds no answer for each image")
+        only = theirs if axis is None else theirs.narrow(axis, 0, 1)
+        wanted.append(mine if axis is None else torch.cat([mine, only], axis))
+        alone.append(only)
+    return _apart(found, wanted, batch + 1) or _off(opened, one, alone)
+
+
+def _image_axis(of_batch: Tensor, of_one_more: Tensor, batch: int) -> int | None:
+    """The axis of an output along which the images are: it is as long as a `batch`, and one longer for one image more.
+    None where there is none.
+    """
+    pairs = list(zip(of_batch.shape, of_one_more.shape, strict=False))
+    longer = [axis for axis, (mine, both) in enumerate(pairs) if mine != both]
+    if of_batch.dim() != of_one_more.dim() or len(longer) != 1 or pairs[longer[0]] != (batch, batch + 1):
+        return None
+    return longer[0]
 
 
 def answers_otherwise(
@@ -86,14 +108,23 @@ def answers_otherwise(
         return _off(opened, inputs, outputs(model(*inputs)))
 
 
-@torch.no_grad()
 def _off(opened: Callable[..., Any], inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Refusal | None:
-    count = inputs[0].shape[0]
+    found = _given(opened, inputs)
+    return found if isinstance(found, Refusal) else _apart(found, wanted, len(inputs[0]))
+
+
+@torch.no_grad()
+def _given(opened: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Tensor, ...] | Refusal:
+    """What it gives for the inputs, or that it takes no such batch."""
     try:
         with without_torch_logs():
-            found = outputs(opened(*inputs))
+            return tuple(outputs(opened(*inputs)))
     except Exception as failure:  # operators raise many kinds
-        return Refusal("batch-refused", f"takes no batch of {count}: {first_line(failure)}")
+        return Refusal("batch-refused", f"takes no batch of {len(inputs[0])}: {first_line(failure)}")
+
+
+def _apart(found: Sequence[Tensor], wanted: Sequence[Tensor], count: int) -> Refusal | None:
+    """Whether outputs for `count` images are others than those that are wanted."""
     for index, (answer, known) in enumerate(zip(found, wanted, strict=True)):
         if answer.shape != known.shape:
             shapes = f"as {list(answer.shape)} for {count} images, not {list(known.shape)}"

@@ -230,7 +230,11 @@ def _discrete(result: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point()]
 
 
+def tensors(result: Any) -> list[Tensor]:
+    """The tensors of a model's output, whatever holds them."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
 def outputs(result: Any) -> list[Tensor]:
-    """The floating-point tensors of a model's output, whatever holds them."""
-    leaves = torch.utils._pytree.tree_leaves(result)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    """Those of them in floating point."""
+    return [tensor for tensor in tensors(result) if tensor.is_floating_point()]

@@ -24,12 +24,13 @@ CONSTANT = 1e-10  # of an output's squares; where so little differs between imag
 
 @dataclass(frozen=True)
 class Answer:
-    """Which tensors of a model's output, which has so many `outputs`, count: their places, and what each is scaled by.
-    `logits`: it is one tensor, [images, classes].
+    """Which tensors of a model's output, which has so many `outputs`, count: their places, and what each is scaled by;
+    `axes` are those along which they have the images. `logits`: it is one tensor, [images, classes].
     """
 
     logits: bool
     scales: Mapping[int, float]
+    axes: Mapping[int, int]
     outputs: int = 1
 
     def of(self, output: object) -> Tensor:
@@ -38,7 +39,7 @@ class Answer:
 
     def among(self, tensors: Mapping[int, Tensor]) -> Tensor:
         """The same of the output's tensors by their places."""
-        counted = [tensors[place] for place in self.scales]
+        counted = [tensors[place].movedim(self.axes[place], 0) for place in self.scales]
         if len(counted) == 1:
             return counted[0] if counted[0].is_floating_point() else counted[0].double()
         return torch.cat(
@@ -58,7 +59,7 @@ class Answer:
         return f"the model is held to {held} of its {self.outputs} outputs: the others do not follow the images"
 
 
-LOGITS = Answer(True, {0: 1.0})  # of a classifier that gives nothing else
+LOGITS = Answer(True, {0: 1.0}, {0: 0})  # of a classifier that gives nothing else
 
 
 @dataclass(frozen=True)
@@ -84,25 +85,28 @@ class Answers:
         Raises:
             InputError: the answers have to wait in temporary files, and the disk has no room for them.
         """
-        size, outputs, following = _look(original, pool, device)
-        logits = _are_logits(outputs[0], original, classes)
-        places = following if following and not logits else (0,)
-        of_image = sum(outputs[place].nbytes for place in places) // size
-        store = _store(of_image * len(pool.images), execution, device)
-        spreads = {place: _Spread() for place in places}
+        graph = FxGraph(original)
+        logits = _are_logits(graph, classes)
+        axes = {0: 0} if logits else _axes(graph, pool) or {0: 0}
+        spreads = {place: _Spread() for place in axes}
+        store: Store | None = None
         for index in range(len(pool)):
             outputs = _outputs(original, pool.batch(index), device)
-            held = {place: pool.own(index, outputs[place]) for place in places}
+            held = {place: pool.own(index, outputs[place]) for place in axes}
+            needed = sum(tensor.nbytes for tensor in held.values()) * len(pool)
+            store = store or _store(needed, execution, device)
             store.put(index, {str(place): tensor for place, tensor in held.items()})
             for place, tensor in held.items():
-                spreads[place].add(tensor)
+                spreads[place].add(torch.atleast_1d(tensor).movedim(axes[place], 0))
+        assert store is not None, "there are images"
         counted = {place: spread for place, spread in spreads.items() if not spread.constant}
         if len(counted) > 1:
-            answer = Answer(False, {place: each.energy**-0.5 for place, each in counted.items()}, len(outputs))
+            scales = {place: spread.energy**-0.5 for place, spread in counted.items()}
+            answer = Answer(False, scales, {place: axes[place] for place in scales}, len(outputs))
             energy = float(len(counted))
         else:
-            place = next(iter(counted), places[0])
-            answer, energy = Answer(logits, {place: 1.0}, len(outputs)), spreads[place].energy
+            place = next(iter(counted or axes))
+            answer, energy = Answer(logits, {place: 1.0}, {place: axes[place]}, len(outputs)), spreads[place].energy
         elements = sum(spreads[place].elements for place in answer.scales)
         found = cls(answer, pool, tuple(answer.of(outputs).shape[1:]), elements, energy, device, store)
         weakref.finalize(found, store.close)
@@ -139,7 +143,7 @@ class _Spread:
 
     def add(self, tensor: Tensor) -> None:
         self.elements += tensor.numel()
-        for row in torch.atleast_1d(tensor):
+        for row in tensor:
             self.rows += 1
             self.squares += squared_norm(row)
             self.sum += row.double()
@@ -164,28 +168,24 @@ def _outputs(model: GraphModule, inputs: Sequence[Tensor], device: str) -> tuple
     return tuple(tensors_of(model(*(each.to(device) for each in inputs))))
 
 
-def _look(original: GraphModule, pool: Pool, device: str) -> tuple[int, tuple[Tensor, ...], tuple[int, ...]]:
-    """What comes of the first images, how many they are, and the places of what follows them: numbers whose first axis
-    is theirs, however many they are.
-    """
-    sizes = (pool.batch_size,) if pool.filled else (1, 2)
-    ran = [_outputs(original, pool.draw(torch.arange(size) % len(pool.images)), device) for size in sizes]
-    following = tuple(
-        place
-        for place, tensors in enumerate(zip(*ran, strict=True))
-        if all(
-            tensor.is_floating_point() and tensor.shape[:1] == (size,)
-            for tensor, size in zip(tensors, sizes, strict=True)
-        )
-    )
-    return sizes[-1], ran[-1], following
+def _axes(graph: FxGraph, pool: Pool) -> dict[int, int]:
+    """The places of the numbers that follow the images, and the axis of each along which they do."""
+    axes = graph.image_axes
+    if pool.filled:
+        axes = tuple(0 if graph.shape(answer)[:1] == (pool.batch_size,) else None for answer in graph.answers)
+    return {
+        place: axis
+        for place, (axis, answer) in enumerate(zip(axes, graph.answers, strict=True))
+        if axis is not None and graph.node(answer).meta["val"].is_floating_point()
+    }
 
 
-def _are_logits(output: Tensor, original: GraphModule, classes: int | None) -> bool:
-    """Whether it is logits [images, classes]: by the graph, or as the images' labels are of as many classes."""
-    if output.dim() != 2 or output.shape[1] < 2:
+def _are_logits(graph: FxGraph, classes: int | None) -> bool:
+    """Whether the first output is logits [images, classes]: by the graph, or as the labels are of as many classes."""
+    shape = graph.shape(graph.answer)
+    if len(shape) != 2 or shape[1] < 2:
         return False
-    return output.shape[1] == classes or FxGraph(original).gives_logits
+    return shape[1] == classes or graph.gives_logits
 
 
 def _store(needed: int, execution: Execution, device: str) -> Store:

@@ -55,7 +55,8 @@ def prove(
     graph, teacher = scanned.graph.module, with_softmax(scanned, sites)
     started = time.perf_counter()
     model: nn.Module = CheckedStateless(source.name, _runnable(source))
-    model = model if captured.models_batch is None else InBatches(model, captured.models_batch)
+    if captured.models_batch is not None:
+        model = InBatches(model, captured.models_batch, scanned.graph.image_axes)
     values = compared_values(teacher, scanned.scan)
     draws = in_one_batch(drawn(graph, source.example_inputs))
     agreed = agreement(source.name, model, graph, draws, values, partial(progress, "check the graph"))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import InputError
 from attnrewrite.patterns.answers import are_logits
@@ -40,10 +41,21 @@ class FxGraph:
         return tuple(name for name, node in self._nodes.items() if isinstance(node.meta.get("val"), Tensor))
 
     @cached_property
-    def answer(self) -> str:
-        """The first tensor that the graph gives: the logits, of a classifier."""
+    def answers(self) -> tuple[str, ...]:
+        """The tensors that the graph gives, in order; one that it gives twice, twice."""
         (output,) = (node for node in self._nodes.values() if node.op == "output")
-        return next(node.name for node in output.all_input_nodes if isinstance(node.meta.get("val"), Tensor))
+        given = [leaf for leaf in tree_leaves(output.args) if isinstance(leaf, Node)]
+        return tuple(node.name for node in given if isinstance(node.meta.get("val"), Tensor))
+
+    @property
+    def answer(self) -> str:
+        """The first of them: the logits, of a classifier."""
+        return self.answers[0]
+
+    @property
+    def image_axes(self) -> tuple[int | None, ...]:
+        """Along which axis each of the answers has the images of an open batch; None where it has none."""
+        return tuple(min(self.batch_axes(answer), default=None) for answer in self.answers)
 
     @cached_property
     def gives_logits(self) -> bool:

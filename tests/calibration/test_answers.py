@@ -50,6 +50,11 @@ def one_token(model: Model, logits: Tensor, both: list[Tensor]) -> tuple[Tensor,
     return both[0], both[1][:, 3]
 
 
+def stacked(model: Model, logits: Tensor, both: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Both maps behind each other, with the images along the second axis; and the first with them along the last."""
+    return torch.stack(both), both[0].permute(1, 2, 0)
+
+
 def beside_constants(model: Model, logits: Tensor, both: list[Tensor]) -> dict[str, Any]:
     """Two that differ between images, and what does not: text, prototypes [5, WIDTH], a position of each image."""
     place = (torch.ones(1, 2) * model.head.weight.sum()).expand(logits.shape[0], 2)
@@ -59,7 +64,7 @@ def beside_constants(model: Model, logits: Tensor, both: list[Tensor]) -> dict[s
 
 def test_a_classifier_is_held_to_its_logits() -> None:
     given = given_by(lambda model, logits, both: {"logits": logits, "states": both})
-    assert given.answer == Answer(True, {0: 1.0}, 3)
+    assert given.answer == Answer(True, {0: 1.0}, {0: 0}, 3)
     assert distance(given) == distance(given_by(lambda model, logits, both: logits))
     assert given.answer.note == "the model is held to its logits, the first of 3 outputs"
     assert given_by(lambda model, logits, both: (logits,)).answer.note is None
@@ -72,13 +77,15 @@ def errors_of(given: StageInput) -> list[float]:
     """The squared error of each output that counts on the held-out images, over its energy around its mean."""
     x = torch.cat([given.held_out.batch(index)[0] for index in range(len(given.held_out))])
     wanted, found = (
-        [list(tensors_of(model(x)))[place].double() for place in given.answer.scales]
+        [list(tensors_of(model(x)))[place].double().movedim(axis, 0) for place, axis in given.answer.axes.items()]
         for model in (given.original, given.student)
     )
     return [float((b - a).square().sum() / (a - a.mean(0)).square().sum()) for a, b in zip(wanted, found, strict=True)]
 
 
-@pytest.mark.parametrize(("give", "places"), [(maps, (0, 1)), (one_token, (0, 1)), (beside_constants, (3, 4))])
+@pytest.mark.parametrize(
+    ("give", "places"), [(maps, (0, 1)), (one_token, (0, 1)), (stacked, (0, 1)), (beside_constants, (3, 4))]
+)
 def test_several_outputs_count_alike(give: Give, places: tuple[int, ...]) -> None:
     given = given_by(give)
     assert (tuple(given.answer.scales), given.answer.logits) == (places, False)
@@ -109,7 +116,7 @@ def test_all_outputs_are_distilled() -> None:
 def test_answers_wait_on_disk_where_they_are_large(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:
     given = given_by(give)
     inside = distance(given)
-    monkeypatch.setattr(answers, "room", lambda execution, device: 64)
+    monkeypatch.setattr(answers, "room", lambda execution, device: 0)
     again = given_by(give)
     assert isinstance(again.answers._store, answers.OnDisk)
     assert distance(again) == inside

@@ -1,6 +1,7 @@
 """A batch that is held as a number becomes open, in whatever spelling; where it cannot, the pass says where and why."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -290,9 +291,25 @@ class TheirOwn(Model):
         self.mixing = nn.Parameter(torch.randn(4, 4))
 
 
-def answering(answer: Callable[[TheirOwn, Tensor], Tensor]) -> type[Model]:
+def answering(answer: Callable[[TheirOwn, Tensor], Any]) -> type[Model]:
     """A model that gives `answer` of its attention's result [4, 5, 8]."""
     return type("Answering", (TheirOwn,), {"answer": answer})
+
+
+def elsewhere(m: TheirOwn, x: Tensor) -> list[Tensor]:
+    """Images along the second axis (along the first lie two, as many as images, or not) and the last; and none."""
+    return [torch.stack([x, 2 * x]), x.permute(1, 2, 0), m.head.weight * 2, m.head(x[:, 0])]
+
+
+@pytest.mark.parametrize(("batch", "compared"), [(1, False), (2, False), (4, False), (2, True)])
+def test_outputs_may_have_the_images_along_another_axis(batch: int, compared: bool) -> None:
+    model = answering(elsewhere)(len if compared else lambda x: batch)
+    fixed, example = graph(model, batch)
+    wider = graph(model, 3)[0] if compared else None
+    opened, _ = OpenBatch(example, wider).apply(fixed)
+    axes = FxGraph(opened).image_axes
+    assert axes == (1, 2, None, 0)
+    assert_answers(opened, InBatches(model, batch, axes))
 
 
 # what: (the model, the batch that it holds or None for len(x), the code, a part of the sentence)
