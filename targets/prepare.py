@@ -19,12 +19,13 @@ from attnrewrite.passes.fx.complex_pairs import ComplexAsPairs
 from attnrewrite.passes.fx.decompositions import Decompose, either
 from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.fold_constants import FoldConstants
-from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph
+from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.in_float32 import InFloat32
 from attnrewrite.passes.fx.misread import WRITTEN_OUT
 from attnrewrite.passes.fx.quantise import QUANTISED, TABLE
 from attnrewrite.passes.tracing import export_program
 from attnrewrite.passes.wide import Wide
+from attnrewrite.patterns.fx.operators import asserts
 from attnrewrite.targets import agreement as check
 
 
@@ -113,9 +114,7 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad(), without_torch_logs():  # some operators have no gradient on every processor
-            program = export_program(module, example_inputs)
-            RemoveAssertions()(program.graph_module)
-            return _in_pairs(program)
+            return _in_pairs(_without_assertions(export_program(module, example_inputs)))
     except GuardOnDataDependentSymNode as error:
         raise InputError(
             f"torch.export cannot capture the module: a branch or a size in it follows from values "
@@ -125,6 +124,20 @@ def specialise(module: nn.Module, example_inputs: tuple[Tensor, ...]) -> Exporte
         raise InputError(f"torch.export cannot capture the module for these inputs: {first_line(error)}") from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def _without_assertions(program: ExportedProgram) -> ExportedProgram:
+    """The program itself without assertions and what they alone read. Whatever else nothing reads stays: of functions
+    that are mapped, some is there for what it does.
+    """
+    waiting = [node for node in program.graph.nodes if asserts(node)]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "call_function" and not node.users:
+            waiting.extend(node.all_input_nodes)
+            program.graph.erase_node(node)
+    program.graph_module.recompile()
+    return program
 
 
 def _in_pairs(program: ExportedProgram) -> ExportedProgram:

@@ -56,7 +56,8 @@ class Answer:
         held = len(self.scales)
         if held == self.outputs:
             return f"the model is held to all of its {held} outputs alike"
-        return f"the model is held to {held} of its {self.outputs} outputs: the others do not follow the images"
+        why = "the others do not follow the images, or are not finite"
+        return f"the model is held to {held} of its {self.outputs} outputs: {why}"
 
 
 LOGITS = Answer(True, {0: 1.0}, {0: 0})  # of a classifier that gives nothing else

@@ -20,7 +20,7 @@ from attnrewrite.passes.fx.edited import copied, input_specs, with_graph
 from attnrewrite.passes.fx.pieces import constant_nodes, put, traced
 from attnrewrite.passes.fx.signature import other_signature
 from attnrewrite.passes.fx.weights_as_linear import STORED
-from attnrewrite.patterns.fx.operators import operator_name
+from attnrewrite.patterns.fx.operators import asserts
 
 aten = torch.ops.aten
 
@@ -141,7 +141,7 @@ class ComplexAsPairs(Pass[ExportedProgram]):
 def _in_place(graph: Graph, stored: Sequence[Node]) -> tuple[Edit, ...]:
     """What was changed in `graph`; nothing, where it has an operation on complex numbers that is not known."""
     nodes, constants = list(graph.nodes), constant_nodes(graph, stored)
-    touched = [node for node in nodes if _touches(node) and not _is_assertion(node)]
+    touched = [node for node in nodes if _touches(node) and not asserts(node)]
     made: dict[Node, Node] = {}
     for node in touched:
         if node.target is aten.mul.Tensor and node.args[0] in constants:
@@ -151,7 +151,7 @@ def _in_place(graph: Graph, stored: Sequence[Node]) -> tuple[Edit, ...]:
             return ()
         made[node] = found
     for node in nodes:
-        if _is_assertion(node) and _touches(node):
+        if asserts(node) and _touches(node):
             graph.erase_node(node)
     for node in reversed(touched):
         if node.op != "placeholder":
@@ -167,10 +167,6 @@ def _is_complex(node: Node) -> bool:
 
 def _touches(node: Node) -> bool:
     return _is_complex(node) or any(map(_is_complex, node.all_input_nodes))
-
-
-def _is_assertion(node: Node) -> bool:
-    return operator_name(node).startswith("_assert") and not node.users
 
 
 def _parts_of(node: Node) -> Node:

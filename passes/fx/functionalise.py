@@ -18,7 +18,7 @@ from attnrewrite.passes.fx.edited import copied, input_specs, with_graph
 from attnrewrite.passes.fx.flex import WriteOutFlex
 from attnrewrite.passes.fx.signature import lost_writes, other_interface, writes, writes_in_place
 from attnrewrite.passes.fx.written_parts import JoinWrittenParts
-from attnrewrite.patterns.fx.operators import operator_name
+from attnrewrite.patterns.fx.operators import asserts
 
 aten = torch.ops.aten
 
@@ -126,7 +126,7 @@ class RemoveAssertions(Pass[GraphModule]):
     def rewrite(self, graph: GraphModule) -> PassResult[GraphModule]:
         before = [node.name for node in graph.graph.nodes]
         for node in list(graph.graph.nodes):
-            if node.op == "call_function" and operator_name(node).startswith("_assert") and not node.users:
+            if asserts(node):
                 graph.graph.erase_node(node)
         attention = aten.scaled_dot_product_attention.default
         graph.graph.eliminate_dead_code(lambda node: node.is_impure() and node.target is not attention)

@@ -90,6 +90,11 @@ def operator_name(node: Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def asserts(node: Node) -> bool:
+    """Whether it is an assertion, of values or of what export knows of them: it computes nothing."""
+    return node.op == "call_function" and operator_name(node).startswith("_assert") and not node.users
+
+
 def draws_numbers(node: Node) -> bool:
     """Whether an operation draws random numbers. Attention and dropout may not, and are marked as if they did."""
     target = node.target

@@ -68,7 +68,7 @@ def test_a_classifier_is_held_to_its_logits() -> None:
     assert distance(given) == distance(given_by(lambda model, logits, both: logits))
     assert given.answer.note == "the model is held to its logits, the first of 3 outputs"
     assert given_by(lambda model, logits, both: (logits,)).answer.note is None
-    others = "the model is held to 2 of its 5 outputs: the others do not follow the images"
+    others = "the model is held to 2 of its 5 outputs: the others do not follow the images, or are not finite"
     assert given_by(beside_constants).answer.note == others
 
 
