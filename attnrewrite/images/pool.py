@@ -1,7 +1,7 @@
 """Images as a model's inputs: in batches of one size, in order or drawn at random."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -99,9 +99,9 @@ def first_tensor(output: object) -> Tensor:
 
 
 def tensors_of(output: object) -> Iterator[Tensor]:
-    """The tensors of a model's output in order, whatever they are held in."""
+    """The tensors of a model's output in order, in whatever sequences and mappings; what else it gives is left out."""
     if isinstance(output, Tensor):
         yield output
-    elif output is not None:
-        for part in output.values() if isinstance(output, dict) else output:  # type: ignore[attr-defined]
+    elif isinstance(output, Mapping | Sequence) and not isinstance(output, str):
+        for part in output.values() if isinstance(output, Mapping) else output:
             yield from tensors_of(part)

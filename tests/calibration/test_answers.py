@@ -56,9 +56,10 @@ def stacked(model: Model, logits: Tensor, both: list[Tensor]) -> tuple[Tensor, T
 
 
 def beside_constants(model: Model, logits: Tensor, both: list[Tensor]) -> dict[str, Any]:
-    """Two that differ between images, and what does not: text, prototypes [5, WIDTH], a position of each image."""
+    """Two that differ between images, and what does not: a parameter, a row for each image, counts, a number."""
     place = (torch.ones(1, 2) * model.head.weight.sum()).expand(logits.shape[0], 2)
-    told = {"prototypes": model.head.weight * 2, "place": place, "count": both[0].sum((1, 2)).long(), "none": None}
+    told = {"prototypes": model.head.weight, "place": place, "count": both[0].sum((1, 2)).long()}
+    told |= {"images": logits.shape[0], "none": None}
     return told | {"first": both[0] / 100, "second": both[1]}
 
 
