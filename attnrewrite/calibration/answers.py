@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from attnrewrite.calibration.room import room
 from attnrewrite.calibration.store import InMemory, OnDisk, Store, require_disk
+from attnrewrite.errors import InputError
 from attnrewrite.images.pool import Pool, tensors_of
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.request import Execution
@@ -84,11 +85,17 @@ class Answers:
         """Run the original over a pool in batches that there is room for. `classes`: how many the labels have.
 
         Raises:
-            InputError: the answers have to wait in temporary files, and the disk has no room for them.
+            InputError: there is one number for all images; or the answers have to wait in temporary files, and the disk
+                has no room for them.
         """
         graph = FxGraph(original)
         logits = _are_logits(graph, classes)
         axes = {0: 0} if logits else _axes(graph, pool) or {0: 0}
+        if not graph.shape(graph.answers[min(axes)]):
+            raise InputError(
+                "the model gives one number for all images, and calibration compares what it gives for each: give a "
+                "model that answers every image by itself"
+            )
         spreads = {place: _Spread() for place in axes}
         store: Store | None = None
         for index in range(len(pool)):
@@ -98,7 +105,7 @@ class Answers:
             store = store or _store(needed, execution, device)
             store.put(index, {str(place): tensor for place, tensor in held.items()})
             for place, tensor in held.items():
-                spreads[place].add(torch.atleast_1d(tensor).movedim(axes[place], 0))
+                spreads[place].add(tensor.movedim(axes[place], 0))
         assert store is not None, "there are images"
         counted = {place: spread for place, spread in spreads.items() if not spread.constant}
         if len(counted) > 1:

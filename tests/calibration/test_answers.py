@@ -16,6 +16,7 @@ from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.distill import Distillation
 from attnrewrite.calibration.importance import EVEN, importance
 from attnrewrite.calibration.stage import Distance, StageInput, distance
+from attnrewrite.errors import InputError
 from attnrewrite.images.pool import tensors_of
 from attnrewrite.request import Execution
 from attnrewrite.variants.registry import get_variant
@@ -56,10 +57,13 @@ def stacked(model: Model, logits: Tensor, both: list[Tensor]) -> tuple[Tensor, T
 
 
 def beside_constants(model: Model, logits: Tensor, both: list[Tensor]) -> dict[str, Any]:
-    """Two that differ between images, and what does not: a parameter, a row for each image, counts, a number."""
+    """Two that differ between images, and what does not: a parameter, a row for each image, counts, a number.
+
+    What has other rows than images does not count either.
+    """
     place = (torch.ones(1, 2) * model.head.weight.sum()).expand(logits.shape[0], 2)
     told = {"prototypes": model.head.weight, "place": place, "count": both[0].sum((1, 2)).long()}
-    told |= {"images": logits.shape[0], "none": None}
+    told |= {"images": logits.shape[0], "none": None, "tokens": both[0].flatten(0, 1)}
     return told | {"first": both[0] / 100, "second": both[1]}
 
 
@@ -69,7 +73,7 @@ def test_a_classifier_is_held_to_its_logits() -> None:
     assert distance(given) == distance(given_by(lambda model, logits, both: logits))
     assert given.answer.note == "the model is held to its logits, the first of 3 outputs"
     assert given_by(lambda model, logits, both: (logits,)).answer.note is None
-    others = "the model is held to 2 of its 5 outputs: the others do not follow the images, or are not finite"
+    others = "the model is held to 2 of its 6 outputs: the others do not follow the images, or are not finite"
     assert given_by(beside_constants).answer.note == others
 
 
@@ -85,7 +89,7 @@ def errors_of(given: StageInput) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("give", "places"), [(maps, (0, 1)), (one_token, (0, 1)), (stacked, (0, 1)), (beside_constants, (3, 4))]
+    ("give", "places"), [(maps, (0, 1)), (one_token, (0, 1)), (stacked, (0, 1)), (beside_constants, (4, 5))]
 )
 def test_several_outputs_count_alike(give: Give, places: tuple[int, ...]) -> None:
     given = given_by(give)
@@ -113,7 +117,7 @@ def test_all_outputs_are_distilled() -> None:
     assert all(after < 0.9 * error for after, error in zip(errors_of(given), before, strict=True))
 
 
-@pytest.mark.parametrize("give", [maps, lambda model, logits, both: logits, lambda model, logits, both: both[1].mean()])
+@pytest.mark.parametrize("give", [maps, lambda model, logits, both: logits])
 def test_answers_wait_on_disk_where_they_are_large(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:
     given = given_by(give)
     inside = distance(given)
@@ -123,11 +127,16 @@ def test_answers_wait_on_disk_where_they_are_large(give: Give, monkeypatch: pyte
     assert distance(again) == inside
 
 
+def test_one_number_for_all_images_is_refused() -> None:
+    with pytest.raises(InputError, match="one number for all images, and calibration compares what it gives for each"):
+        distance(given_by(lambda model, logits, both: both[1].mean()))
+
+
 def test_how_many_images_a_batch_has_is_no_matter() -> None:
     given = given_by(beside_constants)
     for size in (1, 3, 5):
         found = Answers.of(given.original, replace(given.held_out, batch_size=size), Execution(), "cpu")
-        assert tuple(found.answer.scales) == (3, 4)
+        assert tuple(found.answer.scales) == (4, 5)
         assert found.answer.scales == pytest.approx(given.answer.scales, rel=1e-5)
 
 
