@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 from attnrewrite.calibration.room import room
 from attnrewrite.calibration.store import InMemory, OnDisk, Store, require_disk
 from attnrewrite.errors import InputError
-from attnrewrite.images.pool import Pool, tensors_of
+from attnrewrite.images.pool import Pool
+from attnrewrite.passes.verify import tensors
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.request import Execution
 
@@ -36,11 +37,11 @@ class Answer:
 
     def of(self, output: object) -> Tensor:
         """[images, ...] as it is, where one tensor counts; else all their elements, [images, elements]."""
-        return self.among(dict(enumerate(tensors_of(output))))
+        return self.among(dict(enumerate(tensors(output))))
 
-    def among(self, tensors: Mapping[int, Tensor]) -> Tensor:
+    def among(self, given: Mapping[int, Tensor]) -> Tensor:
         """The same of the output's tensors by their places."""
-        counted = [tensors[place].movedim(self.axes[place], 0) for place in self.scales]
+        counted = [given[place].movedim(self.axes[place], 0) for place in self.scales]
         if len(counted) == 1:
             return counted[0] if counted[0].is_floating_point() else counted[0].double()
         return torch.cat(
@@ -173,7 +174,7 @@ def squared_norm(tensor: Tensor) -> float:
 
 @torch.no_grad()
 def _outputs(model: GraphModule, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
-    return tuple(tensors_of(model(*(each.to(device) for each in inputs))))
+    return tuple(tensors(model(*(each.to(device) for each in inputs))))
 
 
 def _axes(graph: FxGraph, pool: Pool) -> dict[int, int]:

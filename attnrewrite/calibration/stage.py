@@ -16,7 +16,8 @@ from attnrewrite.calibration.importance import Importance
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.resume import State
 from attnrewrite.calibration.room import sized
-from attnrewrite.images.pool import Pool, tensors_of
+from attnrewrite.images.pool import Pool
+from attnrewrite.passes.verify import tensors
 from attnrewrite.request import Execution
 
 
@@ -44,7 +45,7 @@ class StageInput:
         """
 
         def measure(*inputs: Tensor) -> object:
-            made = tuple(tensors_of(self.original(*inputs)))
+            made = tuple(tensors(self.original(*inputs)))
             return made, [each.clone() for each in (*made, *made)]
 
         device = self.processes.device

@@ -95,13 +95,13 @@ class Pool:
 
 def first_tensor(output: object) -> Tensor:
     """The first tensor of a model's output: the logits, for a classifier."""
-    return next(tensors_of(output))
+    return next(_tensors_of(output))
 
 
-def tensors_of(output: object) -> Iterator[Tensor]:
+def _tensors_of(output: object) -> Iterator[Tensor]:
     """The tensors of a model's output in order, in whatever sequences and mappings; what else it gives is left out."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping | Sequence) and not isinstance(output, str):
         for part in output.values() if isinstance(output, Mapping) else output:
-            yield from tensors_of(part)
+            yield from _tensors_of(part)

@@ -17,7 +17,7 @@ from attnrewrite.calibration.distill import Distillation
 from attnrewrite.calibration.importance import EVEN, importance
 from attnrewrite.calibration.stage import Distance, StageInput, distance
 from attnrewrite.errors import InputError
-from attnrewrite.images.pool import tensors_of
+from attnrewrite.passes.verify import tensors
 from attnrewrite.request import Execution
 from attnrewrite.variants.registry import get_variant
 
@@ -82,7 +82,7 @@ def errors_of(given: StageInput) -> list[float]:
     """The squared error of each output that counts on the held-out images, over its energy around its mean."""
     x = torch.cat([given.held_out.batch(index)[0] for index in range(len(given.held_out))])
     wanted, found = (
-        [list(tensors_of(model(x)))[place].double().movedim(axis, 0) for place, axis in given.answer.axes.items()]
+        [tensors(model(x))[place].double().movedim(axis, 0) for place, axis in given.answer.axes.items()]
         for model in (given.original, given.student)
     )
     return [float((b - a).square().sum() / (a - a.mean(0)).square().sum()) for a, b in zip(wanted, found, strict=True)]
