@@ -54,6 +54,7 @@ class Disturbed(nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.extra: list[Tensor] = []
         self.seen: dict[str, Tensor] = {}  # the attention's own probabilities and values, of the last call
+        self.summed: Callable[[Tensor], Tensor] = as_it_is  # what becomes of the attention's sum of values
 
     def forward(self, x: Tensor, first: Tensor | None = None, second: Tensor | None = None) -> Tensor:
         recipe, self.extra = self.recipe, []
@@ -68,7 +69,7 @@ class Disturbed(nn.Module):
             for place, part in (("query", query), ("key", key), ("value", value))
         )  # fmt: skip
         key, value = (self.disturbed("keys and values", part) for part in (key, value))
-        out = self.disturbed("output", self.attended(query, key, value))
+        out = self.disturbed("output", self.summed(self.attended(query, key, value)))
         out = self.disturbed("projected", self.out(self.merged(out)))
         if recipe.layout == "windows":
             out = out.reshape(-1, WINDOWS * TOKENS, WIDTH)
@@ -165,6 +166,10 @@ def shape_of(t: Tensor, each: Disturbance) -> tuple[int, ...]:
     """The shape of what joins `t`: of one element where it does not vary; never along the batch."""
     varies = (False, False, False, *each.axes)[-t.dim() :]
     return tuple(size if along and axis else 1 for axis, (size, along) in enumerate(zip(t.shape, varies, strict=True)))
+
+
+def as_it_is(t: Tensor) -> Tensor:
+    return t
 
 
 def by_hand(scores: Tensor) -> Tensor:
@@ -407,6 +412,7 @@ def jumps(
     """What of the module's `own` answers changes by more than `allowed` where its inputs and weights change in the last
     digits of float64, or where nothing is rounded to half precision: integers are made of sums that lie on their edge,
     or rounding decides which of the largest scores is the largest, and each order of summing is as right as the next.
+    What attention gives is shaken too: of values that are all alike no weight changes the sum.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -418,6 +424,7 @@ def jumps(
         other = copy.deepcopy(other).double()
         for weight in other.parameters():
             weight.copy_(shaken(weight))
+        other.summed = shaken
         again = answers(other, tuple(shaken(t) if t.is_floating_point() else t for t in given))
         found |= {name for name, tensor in own.items() if known_error(again[name], tensor) > allowed}
     return found
