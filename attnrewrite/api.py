@@ -15,14 +15,17 @@ from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import planned_sites, site_facts
 from attnrewrite.errors import InputError, Refusal, refuse_given, required, told, whole_number
 from attnrewrite.evaluation import records
-from attnrewrite.evaluation.accuracy import evaluate_modules
+from attnrewrite.evaluation.accuracy import evaluate_modules, gives_logits
 from attnrewrite.evaluation.compare import CompareModel, compare_models
+from attnrewrite.evaluation.outputs import evaluate_outputs
 from attnrewrite.files import as_path
 from attnrewrite.frontends.answers import says_classes
-from attnrewrite.frontends.batches import any_batch, fixed_batch, require_pictures, runnable
+from attnrewrite.frontends.batches import any_batch, fixed_batch, runnable
+from attnrewrite.frontends.data import image_size_of, load_data, require_pictures
 from attnrewrite.frontends.examples import one_image
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, Inputs, load_images
+from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.outputs import staged, write_file
 from attnrewrite.pages.comparison import comparison_page, comparison_table
 from attnrewrite.passes.original import require_numbers
@@ -120,28 +123,28 @@ def evaluate(
     **how: Any,
 ) -> dict[str, records.Evaluation]:
     """Top-1 of a model and, where there is an original, its agreement with it, by the models' names: the one asked for
-    comes last.
+    comes last. A model that gives no logits is held against its original by all that it gives for an image.
 
     The original of a converted folder is loaded again from where it came, if this user wrote the folder on this
     machine from code that has not changed since; else give `original`.
+
+    Args:
+        data: images as `load_images` takes them; of a model that takes more than a picture a tensor for each input, as
+            for calibration.
 
     Raises:
         InputError: a model or the data cannot be used.
     """
     loaded = _sound(load(source, None, **how))
     reference = _original(source, loaded, original)
-    require_pictures(loaded)
     modules = {loaded.name: any_batch(loaded)}
-    images = load_images(data)
+    images = load_data(loaded, data)
     most = None if batch_size is None else min(whole_number("--batch-size", batch_size, 1, MOST_IMAGES), len(images))
     if reference is not None:
         modules = {f"{reference.name} (original)": any_batch(_sound(reference)), **modules}
     first = next(iter(modules)) if reference is not None else None
-    found = evaluate_modules(
-        modules, images, loaded.preprocessing, input_size=loaded.input_size, reference=first,
-        batch_size=most, progress=progress,
-    )  # fmt: skip
-    return found if first is None or says_classes(loaded, images) else _without_agreement(found)
+    how_run: dict[str, Any] = {"input_size": image_size_of(loaded), "batch_size": most, "progress": progress}
+    return _evaluated(loaded, modules, images, loaded.preprocessing, first, **how_run)
 
 
 def lower(
@@ -242,7 +245,7 @@ def _laid_out(package: Path, target: Target, out: str | Path, force: bool, data:
 def _measured(
     loaded: Source,
     module: nn.Module,
-    answers: Callable[[Tensor], Tensor],
+    answers: Callable[[Tensor], tuple[Tensor, ...]],
     artifact: Artifact,
     images: Images,
     batch: int,
@@ -250,15 +253,27 @@ def _measured(
 ) -> dict[str, dict[str, Any]]:
     """How the model and the artifact made of it do on images, `batch` at a time, and how often they agree."""
     modules: dict[str, Callable[[Tensor], Any]] = {"model": module, "artifact": answers}
-    found = evaluate_modules(
-        modules, images, artifact.preprocessing, input_size=loaded.input_size, reference="model", batch_size=batch,
-        progress=progress,
-    )  # fmt: skip
-    found = found if says_classes(loaded, images) else _without_agreement(found)
+    how_run: dict[str, Any] = {"input_size": loaded.input_size, "batch_size": batch, "progress": progress}
+    found = _evaluated(loaded, modules, images, artifact.preprocessing, "model", **how_run)
     return {name: asdict(each) for name, each in found.items()}
 
 
-def _without_agreement(found: Mapping[str, records.Evaluation]) -> dict[str, records.Evaluation]:
+def _evaluated(
+    source: Source,
+    modules: Mapping[str, Callable[[Tensor], Any]],
+    images: Images,
+    preprocessing: Preprocessing | None,
+    reference: str | None,
+    **how_run: Any,
+) -> dict[str, records.Evaluation]:
+    """How modules do, that answer as `source` does: by classes where it gives some, else by all that they give."""
+    if reference is None:
+        return evaluate_modules(modules, images, preprocessing, **how_run)
+    if not gives_logits(runnable(source), source.example_inputs):
+        return evaluate_outputs(modules, images, preprocessing, reference=reference, **how_run)
+    found = evaluate_modules(modules, images, preprocessing, reference=reference, **how_run)
+    if says_classes(source, images):
+        return found
     return {name: replace(each, agreement=None) for name, each in found.items()}
 
 

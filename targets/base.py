@@ -152,7 +152,7 @@ class Target:
 
     def answers(
         self, artifact: Artifact, module: nn.Module, example_inputs: tuple[Tensor, ...]
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> Callable[[Tensor], tuple[Tensor, ...]]:
         """A call that gives for one input what the artifact made of `module` does: see `has_answers`."""
         raise NotImplementedError
 

@@ -147,7 +147,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a model of tokens on pictures": (
         lambda: ar.convert(Attention(), TOKENS, calibration=PICTURES),
-        r"input x is \[9, 3, 16, 16\] in the calibration data, and the model takes \[N, 9, 32\]",
+        r"input x is \[9, 3, 16, 16\] in the data, and the model takes \[N, 9, 32\]",
     ),
     "another batch than the model's": (
         lambda: ar.evaluate(AtMostTwo(), PICTURES, batch_size=4, input_size="3x16x16"),

@@ -16,12 +16,12 @@ from attnrewrite.calibration.room import room
 from attnrewrite.calibration.store import InMemory, OnDisk, Store, require_disk
 from attnrewrite.errors import InputError
 from attnrewrite.images.pool import Pool
+from attnrewrite.passes.spread import Spread
 from attnrewrite.passes.verify import tensors
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.request import Execution
 
 IN_MEMORY = 8  # answers that take at most this part of the room there is wait in memory
-CONSTANT = 1e-10  # of an output's squares; where so little differs between images, rounding is all that does
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Answers:
                 "the model gives one number for all images, and calibration compares what it gives for each: give a "
                 "model that answers every image by itself"
             )
-        spreads = {place: _Spread() for place in axes}
+        spreads = {place: Spread() for place in axes}
         store: Store | None = None
         for index in range(len(pool)):
             outputs = _outputs(original, pool.batch(index), device)
@@ -140,36 +140,6 @@ class Answers:
     def _kept(self, index: int) -> Tensor:
         kept = self._store.get(index, self._device)
         return self.answer.among({int(place): tensor for place, tensor in kept.items()})
-
-
-class _Spread:
-    """How far the rows of tensors are from their mean."""
-
-    def __init__(self) -> None:
-        self.rows = self.elements = 0
-        self.squares = 0.0
-        self.sum: Tensor | float = 0.0
-
-    def add(self, tensor: Tensor) -> None:
-        self.elements += tensor.numel()
-        for row in tensor:
-            self.rows += 1
-            self.squares += squared_norm(row)
-            self.sum += row.double()
-
-    @property
-    def energy(self) -> float:
-        """The sum of their squared distances from it."""
-        return max(0.0, self.squares - float(torch.as_tensor(self.sum).square().sum()) / self.rows)
-
-    @property
-    def constant(self) -> bool:
-        return not self.energy > CONSTANT * self.squares
-
-
-def squared_norm(tensor: Tensor) -> float:
-    """The sum of its elements' squares, in float64, of which there is one row's at a time."""
-    return sum(float(row.double().square().sum()) for row in torch.atleast_1d(tensor))
 
 
 @torch.no_grad()

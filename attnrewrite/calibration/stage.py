@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from attnrewrite.calibration.answers import Answer, Answers, squared_norm
+from attnrewrite.calibration.answers import Answer, Answers
 from attnrewrite.calibration.importance import Importance
 from attnrewrite.calibration.processes import Processes
 from attnrewrite.calibration.resume import State
 from attnrewrite.calibration.room import sized
 from attnrewrite.images.pool import Pool
+from attnrewrite.passes.spread import squared_norm
 from attnrewrite.passes.verify import tensors
 from attnrewrite.request import Execution
 

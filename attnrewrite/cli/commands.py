@@ -88,7 +88,12 @@ def convert(
 def evaluate(
     source: SourceName,
     data: Annotated[
-        str, typer.Option(help="Images: a folder of class folders, or an .npz with x and y.", show_default=False)
+        str,
+        typer.Option(
+            help="Images: a folder of class folders, or an .npz with x and y; of a model that takes more than a "
+            "picture an .npz with an array for each input.",
+            show_default=False,
+        ),
     ],
     model: ModelOptions,
     run: RunOptions,
@@ -103,16 +108,18 @@ def evaluate(
 ) -> Outcome:
     """Measure top-1 accuracy and, for a converted model, how often it agrees with the original.
 
+    A model that gives no logits is held against its original by all that it gives for an image: the squared difference
+    over the energy around its mean.
+
     The original is found by the folder's report if you wrote the folder on this machine and the original's file has not
     changed since; else name it with --original.
     """
     from attnrewrite import api
-    from attnrewrite.images.dataset import load_images
+    from attnrewrite.frontends.data import load_data
 
-    images = load_images(data, skip_bad)
-    images = images.sample(samples, run.execution.seed) if samples else images
     loaded = _load(source, model if original is None else replace(model, checkpoint=None), run)
-    images.check(loaded.preprocessing, loaded.input_size)
+    images = load_data(loaded, data, skip_bad)
+    images = images.sample(samples, run.execution.seed) if samples else images
     held = None if original is None else loaded.original(original, model.checkpoint)
     if run.dry_run:
         return _would(f"evaluate {source} on {len(images)} images", source=source, n=len(images))

@@ -229,20 +229,29 @@ def made_lines(artifact: "Artifact") -> str:
         told = [f"{figure} {value:.2f} %" for figure, value in figures if value is not None]
         if each["logit_mse"] is not None:
             told.append(f"squared distance of the outputs {each['logit_mse']:.3g} on average")
-        lines.append(f"the {name} on {each['n']} images: {', '.join(told) or 'no labels'}")
+        if each.get("error") is not None:  # artifacts of earlier versions have none
+            told.append(f"outputs off by {each['error']:.3g} of their energy")
+        if told:
+            lines.append(f"the {name} on {each['n']} images: {', '.join(told)}")
     return "\n".join(lines)
 
 
 def evaluation_table(evaluations: Mapping[str, Evaluation]) -> "RenderableType":
-    columns = {"model": "left", "images": "right", "top-1": "right", "agreement": "right", "logit MSE": "right"}
-    rows = [
-        [
-            name,
-            str(each.n),
-            "no labels" if each.top1 is None else f"{each.top1:.2f} %",
-            "" if each.agreement is None else f"{each.agreement:.2f} %",
-            "" if each.logit_mse is None else f"{each.logit_mse:.3g}",
-        ]
-        for name, each in evaluations.items()
-    ]
-    return table(None, columns, rows)
+    figures = {
+        "top-1": ("top1", ".2f", " %"),
+        "agreement": ("agreement", ".2f", " %"),
+        "logit MSE": ("logit_mse", ".3g", ""),
+        "error": ("error", ".3g", ""),
+    }
+    known = {
+        heading: [_figure(getattr(each, name), form, unit) for each in evaluations.values()]
+        for heading, (name, form, unit) in figures.items()
+    }
+    shown = {heading: cells for heading, cells in known.items() if any(cells)}
+    counts = [str(each.n) for each in evaluations.values()]
+    rows = zip(evaluations, counts, *shown.values(), strict=True)
+    return table(None, {"model": "left"} | dict.fromkeys(("images", *shown), "right"), [list(row) for row in rows])
+
+
+def _figure(value: float | None, form: str, unit: str) -> str:
+    return "" if value is None else f"{value:{form}}{unit}"

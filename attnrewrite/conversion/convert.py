@@ -17,19 +17,12 @@ from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.replacing import Replaced, Replacement
 from attnrewrite.conversion.sites import fates_of, groups_without, kept_sites, require_grid, require_some, site_report
 from attnrewrite.errors import InputError, Refusal
-from attnrewrite.frontends.batches import (
-    fed_apart,
-    image_size_of,
-    input_names,
-    opened,
-    require_taken,
-    takes_pictures,
-    tell_fixed,
-)
+from attnrewrite.frontends.batches import fed_apart, opened, tell_fixed
 from attnrewrite.frontends.capture import Captured, capture
+from attnrewrite.frontends.data import image_size_of, input_names, load_data, takes_pictures
 from attnrewrite.frontends.sources import Source
-from attnrewrite.images.dataset import Images, load_images
-from attnrewrite.images.model_inputs import ModelInputs, listed, load_model_inputs
+from attnrewrite.images.dataset import Images
+from attnrewrite.images.model_inputs import listed
 from attnrewrite.images.pool import Pool
 from attnrewrite.passes.fx.join_heads import with_joined_heads
 from attnrewrite.passes.fx.rewrite import scan_graph
@@ -151,19 +144,12 @@ def calibration_images(source: Source, request: Calibration, seed: int) -> Image
     """
     if request.images is None:
         return None
-    names, size, pictures = input_names(source), image_size_of(source), takes_pictures(source)
-    if not pictures and request.steps:
+    if not takes_pictures(source) and request.steps:
         raise InputError(
-            f"{source.name} takes {listed(names, source.example_inputs)}, and distillation moves and mixes pictures "
-            "alone: leave out --steps"
+            f"{source.name} takes {listed(input_names(source), source.example_inputs)}, and distillation moves and "
+            "mixes pictures alone: leave out --steps"
         )
-    if not pictures:
-        images = load_model_inputs(request.images, source.example_inputs, names)
-        assert isinstance(images.x, ModelInputs)
-        require_taken(source, images.x.values)
-    else:
-        images = load_images(request.images, request.skip_bad)
-    images.check(source.preprocessing, size)
+    images, size = load_data(source, request.images, request.skip_bad), image_size_of(source)
     drawn = images.sample(request.samples, seed).whole(source.preprocessing, size)
     if len(drawn) < HELD_OUT_SHARE:
         raise InputError(

@@ -1,22 +1,23 @@
 """Accuracy, and agreement with a reference: several models over the same batches, in one pass."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnrewrite.errors import InputError, first_line, unknown_name
+from attnrewrite.errors import InputError, unknown_name
+from attnrewrite.evaluation.batches import Batch, batches
 from attnrewrite.evaluation.records import Evaluation
 from attnrewrite.images.dataset import Images
 from attnrewrite.images.pool import first_tensor
-from attnrewrite.images.preprocessing import Preprocessing, Size, format_size
+from attnrewrite.images.preprocessing import Preprocessing, Size
 from attnrewrite.request import Progress
 
 
 @torch.no_grad()
 def evaluate_modules(
-    modules: Mapping[str, Callable[[Tensor], Any]],
+    modules: Mapping[str, Callable[..., Any]],
     images: Images,
     preprocessing: Preprocessing | None,
     *,
@@ -25,39 +26,34 @@ def evaluate_modules(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Evaluation]:
-    """Run `modules` (in evaluation mode; the first tensor of the output is the logits [b, classes]) over all images.
-
-    Image files are read at `input_size`; arrays and tensors have their own size and need none. Every pass is of exactly
-    `batch_size` images (None: 128, or all where there are fewer), the last one filled up, so that a model with a fixed
-    batch size can be evaluated with that one.
+    """Run `modules` over all images, as `batches` does; the first tensor of the output is the logits [b, classes].
 
     Raises:
         InputError: the images do not fit, a label or a class folder has no logit, or the outputs are no logits.
     """
     if reference is not None and reference not in modules:
         raise unknown_name("reference model", reference, modules)
-    input_size = input_size or images.x.size
-    if input_size is None:
-        raise InputError("image files are read at the model's input size: give --input-size, such as 3x224x224")
-    images = images.whole(preprocessing, input_size)
-    size = batch_size or min(128, len(images))
     totals = {name: _Total() for name in modules}
-    done = 0
-    for pixels, labels in images.batches(preprocessing, size, input_size):
-        filled = torch.cat([pixels, pixels[-1:].expand(size - len(pixels), *pixels.shape[1:])])
-        logits = {name: _logits(name, module, filled)[: len(pixels)] for name, module in modules.items()}
+    for batch in batches(
+        modules, images, preprocessing, input_size=input_size, batch_size=batch_size, progress=progress
+    ):
+        logits = {name: _logits(name, output, batch)[: batch.own] for name, output in batch.outputs.items()}
         for name, given in logits.items():
-            check_classes(name, given, labels, images)
+            check_classes(name, given, batch.labels, images)
             if reference is not None:
                 _require_alike(name, given, reference, logits[reference])
-            totals[name].add(given, labels, None if reference in (None, name) else logits[reference])
-        done += len(pixels)
-        if progress is not None:
-            progress("evaluate", done, len(images))
+            totals[name].add(given, batch.labels, None if reference in (None, name) else logits[reference])
     return {
-        name: Evaluation(name, done, *total.means(images.y is not None, reference not in (None, name)))
+        name: Evaluation(name, total.images, *total.means(images.y is not None, reference not in (None, name)))
         for name, total in totals.items()
     }
+
+
+@torch.no_grad()
+def gives_logits(module: Callable[..., Any], inputs: Sequence[Tensor]) -> bool:
+    """Whether what a model gives is a classifier's by its form: its first tensor is [images, classes]."""
+    logits = _first(module(*inputs))
+    return logits is not None and logits.dim() == 2
 
 
 class _Total:
@@ -85,25 +81,23 @@ class _Total:
         )
 
 
-def _logits(name: str, module: Callable[[Tensor], Any], pixels: Tensor) -> Tensor:
+def _first(output: Any) -> Tensor | None:
     try:
-        output = module(pixels)
-    except Exception as error:  # a model refuses an input in its own words
-        raise InputError(
-            f"{name} does not take a batch of {len(pixels)} images of {format_size(pixels.shape[1:])} "
-            f"({first_line(error)}): give the batch that it takes (--batch-size), or other images"
-        ) from error
-    try:
-        logits = first_tensor(output)
+        return first_tensor(output)
     except (TypeError, StopIteration, RecursionError):  # no tensor is in it; a text is made of texts
-        logits = None
+        return None
+
+
+def _logits(name: str, output: Any, batch: Batch) -> Tensor:
+    logits = _first(output)
     if logits is None or logits.dim() != 2:
         shape = type(output).__name__ if logits is None else list(logits.shape)
         raise InputError(
-            f"{name} is not a classifier: its output is {shape}, and [images, classes] is needed to evaluate it"
+            f"{name} is not a classifier: its output is {shape}, and [images, classes] is needed to measure "
+            "accuracy; evaluate holds a converted model of other outputs against its original"
         )
-    if len(logits) != len(pixels):
-        raise InputError(f"{name} gives {len(logits)} answers for {len(pixels)} images: give the batch that it takes")
+    if len(logits) != batch.size:
+        raise InputError(f"{name} gives {len(logits)} answers for {batch.size} images: give the batch that it takes")
     if bool(logits.isnan().any()):
         count = int(logits.isnan().any(1).sum())
         raise InputError(

@@ -20,7 +20,9 @@ class Evaluation:
 
     `top1` is the percentage of images whose highest logit is at their label (None without labels), `agreement` the
     percentage whose highest logit is where the reference's is, and `logit_mse` the mean of (logit - reference's)^2 over
-    images and classes (both None without a reference, and for the reference itself).
+    images and classes. Of a model that gives no logits these are None, and `error` is how far its outputs are from the
+    reference's: the squared difference over the energy of the reference's around their mean, of several outputs on
+    average; None where they are alike for all images. All three are None without a reference, and for itself.
     """
 
     model: str
@@ -28,6 +30,7 @@ class Evaluation:
     top1: float | None
     agreement: float | None
     logit_mse: float | None
+    error: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """Models that take one batch size: opened for any where that can be done, given whole batches where it cannot."""
 
-import inspect
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,11 +8,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from attnrewrite.errors import InputError, Refusal, first_line
+from attnrewrite.errors import Refusal, first_line
 from attnrewrite.frontends.capture import Captured, batch_of, capture, inputs_of
 from attnrewrite.frontends.sources import Source
-from attnrewrite.images.model_inputs import listed
-from attnrewrite.images.preprocessing import Size
 from attnrewrite.passes.base import PassResult
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import drawn_alike
@@ -84,53 +80,6 @@ def _exported(model: nn.Module, inputs: tuple[Tensor, ...]) -> GraphModule | Non
             return functional_graph(export_program(model, inputs))
     except Exception:  # torch.export raises many kinds; what it cannot do is told of the graph that it could
         return None
-
-
-def input_names(source: Source) -> tuple[str, ...]:
-    """What the model calls its inputs, as many as its example has."""
-    model = source.model
-    if model is None or isinstance(model, GraphModule):
-        graph = runnable(source)
-        assert isinstance(graph, GraphModule)
-        return tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
-    return tuple(inspect.signature(model.forward).parameters)[: len(source.example_inputs)]
-
-
-def takes_pictures(source: Source) -> bool:
-    """Whether a batch of pictures is all that the model takes."""
-    return [example.dim() for example in source.example_inputs] == [4]
-
-
-def image_size_of(source: Source) -> Size:
-    """(channels, height, width) of a model of pictures; of one that takes something else, nothing reads it."""
-    return source.input_size if takes_pictures(source) else (0, 0, 0)
-
-
-def require_pictures(source: Source) -> None:
-    """Raise InputError where a model takes more than pictures, or none, as it cannot be measured on them."""
-    if not takes_pictures(source):
-        raise InputError(
-            f"{source.name} takes {listed(input_names(source), source.example_inputs)}, and only models of pictures "
-            "are evaluated: call the converted module on your own data"
-        )
-
-
-@torch.no_grad()
-def require_taken(source: Source, values: Sequence[Tensor]) -> None:
-    """Raise InputError where the model does not take the items of `values` [N, ...] that hold the least and the largest
-    whole numbers: a table has so many rows.
-    """
-    whole = [t.reshape(len(t), -1) for t in values if not t.is_floating_point() and t.dtype != torch.bool]
-    places = {int(place) for t in whole for place in (t.amin(1).argmin(), t.amax(1).argmax())}
-    for place in sorted(places):
-        item = with_images(tuple(t[place : place + 1] for t in values), len(source.example_inputs[0]))
-        try:
-            with without_torch_logs():
-                runnable(source)(*item)
-        except Exception as error:  # a model refuses an input in its own words
-            raise InputError(
-                f"{source.name} does not take item {place} of the calibration data ({first_line(error)})"
-            ) from error
 
 
 def runnable(source: Source) -> nn.Module:

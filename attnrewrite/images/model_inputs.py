@@ -1,4 +1,4 @@
-"""Calibration data of a model that takes no pictures, or more than them: a tensor for each input, as it takes it."""
+"""Data of a model that takes no pictures, or more than them: a tensor for each input, as it takes it."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,38 +125,38 @@ def _joined(data: Iterable[Any], names: Sequence[str]) -> list[Tensor]:
         if isinstance(item, Mapping):
             unknown = [name for name in names if name not in item]
             if unknown:
-                raise InputError(f"an item of the calibration data has no {unknown[0]!r}: the model takes {names}")
+                raise InputError(f"an item of the data has no {unknown[0]!r}: the model takes {names}")
             item = [item[name] for name in names]
         given = list(item) if isinstance(item, tuple | list) else [item]
         if len(given) != len(names) or not all(isinstance(each, Tensor) and each.dim() for each in given):
             raise InputError(
-                f"an item of the calibration data is no tuple of {len(names)} tensors with a batch, for the model's "
+                f"an item of the data is no tuple of {len(names)} tensors with a batch, for the model's "
                 f"inputs {', '.join(names)}"
             )
         parts.append(given)
     if not parts:
-        raise InputError("the calibration data is empty")
+        raise InputError("the data is empty")
     try:
         return [torch.cat(tensors).detach().cpu() for tensors in zip(*parts, strict=True)]
     except RuntimeError as error:
-        raise InputError("the calibration data gives tensors of several shapes: make them one") from error
+        raise InputError("the data gives tensors of several shapes: make them one") from error
 
 
 def _taken(name: str, tensor: Tensor, like: Tensor) -> Tensor:
     """`tensor` in the type of the model's input. Raises InputError where it is of another shape or kind."""
     if not like.dim():
         raise InputError(
-            f"input {name} is one number for all images, and calibration gives each image its own: wrap the model in a "
+            f"input {name} is one number for all images, and the data give each image its own: wrap the model in a "
             "module that holds the number"
         )
     if tensor.dim() != like.dim() or tensor.shape[1:] != like.shape[1:]:
         raise InputError(
-            f"input {name} is {list(tensor.shape)} in the calibration data, and the model takes "
+            f"input {name} is {list(tensor.shape)} in the data, and the model takes "
             f"[N, {', '.join(map(str, like.shape[1:]))}]"
         )
     if tensor.is_floating_point() != like.is_floating_point():
         kinds = " and ".join(str(each.dtype).removeprefix("torch.") for each in (tensor, like))
-        raise InputError(f"input {name} is of another kind in the calibration data than the model takes: {kinds}")
+        raise InputError(f"input {name} is of another kind in the data than the model takes: {kinds}")
     if tensor.is_floating_point() and bool(tensor.isnan().any()):  # minus infinity is what masks are made of
-        raise InputError(f"input {name} holds NaN in the calibration data: mend it, or leave those images out")
+        raise InputError(f"input {name} holds NaN in the data: mend it, or leave those images out")
     return tensor.to(like.dtype)

@@ -118,14 +118,14 @@ class CoreMLNpu(Target):
 
     def answers(
         self, artifact: Artifact, module: nn.Module, example_inputs: tuple[Tensor, ...]
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> Callable[[Tensor], tuple[Tensor, ...]]:
         with package.quiet():
             program = interpreter.load(artifact.path / package.NAME)
 
-        def answer(given: Tensor) -> Tensor:
+        def answer(given: Tensor) -> tuple[Tensor, ...]:
             taken, _ = _as_core_ml_takes((given,))
             _, found = lowering.answers(program, taken, artifact.labels)
-            return torch.from_numpy(found[0])
+            return tuple(map(torch.from_numpy, found))
 
         return answer
 

@@ -36,6 +36,6 @@ def loss(precision: str) -> Refusal | None:
     return Refusal("int8", "loses accuracy with --precision int8") if precision == INT8 else None
 
 
-def answering(call: Callable[[Sequence[Tensor]], Sequence[np.ndarray]]) -> Callable[[Tensor], Tensor]:
-    """The first output of a program that takes one input, a picture, in float32."""
-    return lambda given: torch.from_numpy(call((given.float(),))[0])
+def answering(call: Callable[[Sequence[Tensor]], Sequence[np.ndarray]]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """What a program gives that takes one input, a picture, in float32."""
+    return lambda given: tuple(map(torch.from_numpy, call((given.float(),))))

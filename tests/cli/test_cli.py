@@ -96,7 +96,7 @@ def test_convert_writes_what_evaluate_reads(
     assert sorted(os.listdir(converted)) == ["model.pt2", "plan.json", "report.json", "weights.safetensors"]
     assert os.listdir(converted.parent) == ["out"]
     told = run_json(capsys, "evaluate", converted, "--data", data)
-    assert list(told) == ["model", "n", "top1", "agreement", "logit_mse", "original"]
+    assert list(told) == ["model", "n", "top1", "agreement", "logit_mse", "error", "original"]
     assert (told["model"], told["n"]) == ("out", 20)
     assert told["original"]["agreement"] is None
     alone = run_json(capsys, "evaluate", f"{models_file}:vit", *SIZE, "--data", data)

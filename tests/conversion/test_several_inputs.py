@@ -76,7 +76,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "another shape": ([(PICTURES, KEPT[:, :3])], {}, r"input kept is \[24, 3\].* takes \[N, 4\]"),
     "another kind": ([(PICTURES, KEPT.float())], {}, "input kept is of another kind .* float32 and bool"),
     "other counts": ([(PICTURES, KEPT[:20])], {}, "as many of every input, and there are 24 of picture, 20 of kept"),
-    "no items": ([], {}, "the calibration data is empty"),
+    "no items": ([], {}, "the data is empty"),
     "distillation": ([(PICTURES, KEPT)], {"steps": 5}, "distillation moves and mixes pictures"),
 }
 
@@ -97,7 +97,7 @@ def test_a_file_without_an_input_names_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("example", "kept", "message"),
     [
-        (EXAMPLE, 0.5, r"^input kept is \[\] in the calibration data, and the model takes \[N, 4\]$"),
+        (EXAMPLE, 0.5, r"^input kept is \[\] in the data, and the model takes \[N, 4\]$"),
         ((PICTURES[:2], torch.tensor(0.5)), 0.5, "^input kept is one number for all images, .*: wrap the model"),
         (EXAMPLE, np.array(["cat"] * 24), r"x\.npz could not be read"),
     ],
@@ -134,9 +134,19 @@ def test_a_path_that_cannot_be_used_is_told_in_one_line() -> None:
         load_model_inputs("~nobody-of-that-name/x.npz", EXAMPLE, ("picture", "kept"))
 
 
-def test_a_model_of_several_inputs_is_not_evaluated_on_pictures(converted: ar.Conversion) -> None:
-    with pytest.raises(InputError, match=r"takes 2 inputs \(picture, kept\), and only models of pictures"):
+def test_a_model_of_several_inputs_is_evaluated_on_all_of_them(converted: ar.Conversion, tmp_path: Path) -> None:
+    np.savez(tmp_path / "both.npz", picture=PICTURES.numpy(), kept=KEPT.numpy())
+    with torch.no_grad():
+        wanted, found = (model(PICTURES, KEPT) for model in (Prompted(), converted.module))
+    for data in (tmp_path / "both.npz", [(PICTURES, KEPT)]):
+        told = list(ar.evaluate(converted, data, batch_size=5).values())[-1]
+        assert (told.n, told.top1) == (24, None)
+        assert told.logit_mse == pytest.approx(float((wanted - found).square().mean()), rel=1e-4)
+        assert told.agreement == pytest.approx(100 * float((wanted.argmax(1) == found.argmax(1)).double().mean()))
+    with pytest.raises(InputError, match=r"takes 2 inputs \(picture, kept\), and what is given is one Tensor"):
         ar.evaluate(converted, PICTURES)
+    with pytest.raises(InputError, match=r"takes 2 inputs \(picture, kept\), and only models of pictures are measured"):
+        ar.lower(converted, "host", tmp_path / "out", data=PICTURES)
 
 
 class Frames(Prompted):
@@ -157,9 +167,8 @@ def test_one_input_that_is_no_picture_is_taken_as_it_is(tmp_path: Path) -> None:
     converted = ar.convert(Frames(), (clips[:2],), variant="taylor", calibration=clips)
     copy, fit = converted.report["calibration"]["stages"]
     assert fit["kl_after"] < copy["kl_before"]
+    assert list(ar.evaluate(converted, clips).values())[-1].n == 12
     told = r"takes one input, clip \[2, 3, 2, 8, 8\], and"
-    with pytest.raises(InputError, match=f"{told} only models of pictures are evaluated"):
-        ar.evaluate(converted, clips)
     with pytest.raises(InputError, match=f"Frames {told} distillation moves and mixes pictures alone"):
         ar.convert(Frames(), (clips[:2],), variant="taylor", calibration=clips, steps=3)
 
@@ -181,5 +190,5 @@ def test_whole_numbers_that_a_model_has_no_row_for_are_refused_before_work(word:
     example = (PICTURES[:2], words[:2])
     assert ar.convert(Worded(), example, variant="l1", calibration=[(PICTURES, words)])
     words[7] = word
-    with pytest.raises(InputError, match=r"Worded does not take item 7 of the calibration data \(index out of range"):
+    with pytest.raises(InputError, match=r"Worded does not take item 7 of the data \(index out of range"):
         ar.convert(Worded(), example, variant="l1", calibration=[(PICTURES, words)])
