@@ -269,12 +269,9 @@ def _evaluated(
     """How modules do, that answer as `source` does: by classes where it gives some, else by all that they give."""
     if reference is None:
         return evaluate_modules(modules, images, preprocessing, **how_run)
-    if not gives_logits(runnable(source), source.example_inputs):
-        return evaluate_outputs(modules, images, preprocessing, reference=reference, **how_run)
-    found = evaluate_modules(modules, images, preprocessing, reference=reference, **how_run)
-    if says_classes(source, images):
-        return found
-    return {name: replace(each, agreement=None) for name, each in found.items()}
+    classifier = gives_logits(runnable(source), source.example_inputs) and says_classes(source, images)
+    measure = evaluate_modules if classifier else evaluate_outputs
+    return measure(modules, images, preprocessing, reference=reference, **how_run)
 
 
 class Comparison(records.Comparison):

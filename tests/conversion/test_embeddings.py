@@ -31,7 +31,7 @@ def test_an_embedding_is_brought_closer_by_its_values_and_no_agreement_is_told(
     assert set(figures) == {None}
     found = attnrewrite.evaluate(made, pictures(8))
     assert [each.agreement for each in found.values()] == [None, None]
-    assert list(found.values())[1].logit_mse is not None
+    assert list(found.values())[1].error is not None
     assert "no agreement: the output of" in caplog.text
     given: list[Images | None] = []
     monkeypatch.setattr("attnrewrite.api.compare_models", lambda models, targets, images, **how: given.append(images))
