@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnrewrite.conversion.record import Conversion, deployed
+from attnrewrite.conversion.record import Conversion
 from attnrewrite.errors import refuse_given, unknown_name
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.onnx.scan import examine_onnx, is_onnx
@@ -56,7 +56,7 @@ def examine(model: Model, example_inputs: tuple[Tensor, ...] | None = None, **ho
 def of_conversion(done: Conversion) -> Source:
     """A converted model as it is deployed."""
     name = f"{done.report['model']} ({done.report['variant']})"
-    made = Source(name, deployed(done.module), None, done.example_inputs, done.preprocessing, done.origin)
+    made = Source(name, done.deployed(), None, done.example_inputs, done.preprocessing, done.origin)
     return made if made.origin is None else replace(made, labels=made.origin.labels)
 
 

@@ -26,7 +26,7 @@ from attnrewrite.pages.selection import page
 from attnrewrite.passes.copying import quiet_copying
 from attnrewrite.passes.draws import arithmetic_inputs, drawn, in_one_batch
 from attnrewrite.passes.fx.deploy import DeploySites
-from attnrewrite.passes.verify import export_error
+from attnrewrite.passes.verify import export_error, float64_errors
 from attnrewrite.plan import Plan
 from attnrewrite.site import Scan
 
@@ -60,13 +60,24 @@ class Conversion:
         told = ", ".join(f"{form} at {count}" for form, count in forms.items()) or "no form at any"
         return f"<Conversion of {self.plan.model}: {told} of {len(self.report['sites'])} sites>"
 
+    def deployed(self) -> GraphModule:
+        """The converted model as it stands in a lowered one, each site checked against its form in float64.
+
+        Raises:
+            CheckFailedError: a site is off by more than rounding.
+        """
+        ready = deployed(self.module)
+        float64_errors(ready, self._drawn())
+        return ready
+
     def export(self) -> ExportedProgram:
         """The converted model as it is deployed, as an exported program that was checked against it.
 
         Raises:
-            CheckFailedError: the exported program does not agree with the module.
+            CheckFailedError: the exported program does not agree with the module, or a site as it is deployed not with
+                its form in float64.
         """
-        ready = deployed(self.module)
+        ready = self.deployed()
         program, _ = export(ready, self.example_inputs)
         exported = program.module(check_guards=False)
         assert isinstance(exported, GraphModule)

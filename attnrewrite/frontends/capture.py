@@ -1,7 +1,7 @@
 """From a model to the graph that is rewritten: torch.export, functionalised, batch left open where possible."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
 
@@ -55,7 +55,7 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
     with torch.no_grad(), without_torch_logs():
         try:
             program = export_program(module, doubled, dynamic_shapes=open_batch(doubled))
-            if has_open_batch(program):
+            if _opens_all(program, doubled):
                 return program, None
             note = "the model fixes its batch size"
         except Exception as error:  # torch.export raises many kinds
@@ -98,6 +98,14 @@ def batch_of(inputs: Iterable[object]) -> int | torch.SymInt:
 def has_open_batch(program: ExportedProgram) -> bool:
     """Whether the program takes any batch size: torch.export settles for one where the model's code does."""
     return is_open(batch_of(inputs_of(program)))
+
+
+def _opens_all(program: ExportedProgram, inputs: Sequence[Tensor]) -> bool:
+    """Whether every input takes any batch size that is as long as the batch: an encoder of two may settle for one."""
+    batch = batch_of(inputs)
+    known = zip(inputs_of(program), inputs, strict=True)
+    followed = [value.shape[0] for value, given in known if isinstance(value, Tensor) and given.shape[:1] == (batch,)]
+    return bool(followed) and all(map(is_open, followed))
 
 
 def _for_one_size(name: str, program: ExportedProgram, inputs: tuple[Tensor, ...]) -> ExportedProgram:

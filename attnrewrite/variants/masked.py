@@ -36,6 +36,9 @@ class HardMask(nn.Module):
     A score of 0 weighs e^0 = 1, so that out_i = [sum_near w_j v_j + e^-m sum_all v] / [sum_near w_j + N e^-m] with
     w_j = e^(s_j - m) - e^-m and m = max(0, max s_j). Prefix tokens see all and are seen by all. A step off the grid has
     score 0 and so weight 0. A bias counts where the score does.
+
+    Of a grid that some square covers: `DenseMask`. A query that sees every key has none of score 0, and where all its
+    scores are far below that, the sum under its weights is lost to rounding here.
     """
 
     inside: Tensor
@@ -105,7 +108,9 @@ class HardMask(nn.Module):
 
 
 class DenseMask(HardMask):
-    """The same in O(N^2), by way of all scores, which takes less time than shifts where tokens are few."""
+    """The same in O(N^2), by way of all scores, which takes less time than shifts where tokens are few, and is no more
+    where a square covers the grid.
+    """
 
     seen: Tensor
 
@@ -114,13 +119,25 @@ class DenseMask(HardMask):
         self.register_buffer("seen", self.counted().bool(), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        scores = (wide(query) * self.scale) @ wide(key).transpose(2, 3)
-        scores = scores if bias is None else scores + bias
-        weights = torch.softmax(torch.where(self.seen, scores, 0.0), dim=3)
-        return as_type(weights, value.dtype) @ value
+        return as_type(self._probabilities(query, key, bias), value.dtype) @ value
 
     def by_shifts(self) -> HardMask:
-        return HardMask(self.near.grid, self.near.size, self.scale).to(self.inside)
+        return hard_mask(self.near.grid, self.near.size, self.scale).to(self.inside)
+
+    def locality(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen = self._probabilities(query, key, bias) * self.seen
+        return seen[:, :, self.prefix :].sum(3).mean(2)
+
+    def _probabilities(self, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+        scores = (wide(query) * self.scale) @ wide(key).transpose(2, 3)
+        scores = scores if bias is None else scores + bias
+        return torch.softmax(torch.where(self.seen, scores, 0.0), dim=3)
+
+
+def hard_mask(grid: Grid, size: int, scale: float, few: int = 0) -> HardMask:
+    """The mask of a grid, by way of all scores where it has at most `few` tokens or a square covers it."""
+    dense = grid.rows * grid.columns <= few or size >= max(grid.rows, grid.columns)
+    return (DenseMask if dense else HardMask)(grid, size, scale)
 
 
 def window_maps(form: Form, heads: Heads, mask: HardMask) -> dict[str, Tensor]:
@@ -299,9 +316,8 @@ class Masked(LinearVariant):
             raise ValueError(f"{site.name}: no image grid; refuse it first")
         mask = grid, self.size, score_scale(site)
         if self.soft:
-            return SoftMaskedForm(HardMask(*mask), site.heads)
-        few = grid.rows * grid.columns <= FEW_TOKENS
-        return MaskedForm(DenseMask(*mask) if few else HardMask(*mask), site.heads, self.heads, self.tolerance)
+            return SoftMaskedForm(hard_mask(*mask), site.heads)
+        return MaskedForm(hard_mask(*mask, few=FEW_TOKENS), site.heads, self.heads, self.tolerance)
 
     def form_multiplies(self, site: AttentionSite) -> int:
         grid = image_grid(site)
@@ -328,7 +344,7 @@ class MaskedAttention(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
-        mask = HardMask(grid, size, (dim // heads) ** -0.5)
+        mask = hard_mask(grid, size, (dim // heads) ** -0.5)
         self.form = MaskedForm(mask, heads, masked, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:

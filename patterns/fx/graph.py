@@ -55,17 +55,17 @@ class FxGraph:
     @property
     def image_axes(self) -> tuple[int | None, ...]:
         """Along which axis each of the answers has the images of an open batch, one after the other; None where there
-        is no such axis.
+        is no such axis. Inputs that do not meet (the picture and the text of two encoders) have a symbol each.
         """
         inputs = [name for name in self.values if self._nodes[name].op == "placeholder" and self.batch_axes(name)]
-        if not inputs:
-            return (None,) * len(self.answers)
-        images = self._nodes[inputs[0]].meta["val"].shape[min(self.batch_axes(inputs[0]))].node.expr
-        return tuple(self._axis_of(answer, images) for answer in self.answers)
+        images = {self._size(name, min(self.batch_axes(name))) for name in inputs}
+        return tuple(
+            min((axis for axis in self.batch_axes(answer) if self._size(answer, axis) in images), default=None)
+            for answer in self.answers
+        )
 
-    def _axis_of(self, value: str, size: object) -> int | None:
-        sizes = self._nodes[value].meta["val"].shape
-        return min((axis for axis in self.batch_axes(value) if sizes[axis].node.expr == size), default=None)
+    def _size(self, value: str, axis: int) -> object:
+        return self._nodes[value].meta["val"].shape[axis].node.expr
 
     @cached_property
     def gives_logits(self) -> bool:

@@ -16,6 +16,8 @@ from tiny_vits import IMAGE, Vit
 from torch import nn
 
 import attnrewrite as ar
+from attnrewrite.conversion.onnx_out import write_file
+from attnrewrite.conversion.record import deployed
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.capture import capture
 from attnrewrite.passes.fx.rewrite import FxRewrite
@@ -74,9 +76,14 @@ def test_a_file_in_half_precision_that_leaves_its_range_is_not_written(file: Pat
     with torch.no_grad():
         site.value.weight.copy_(site.value.weight.sign() * 3e4)
         site.output.weight.mul_(1e-6)
-    with pytest.raises(CheckFailedError, match="its answer has NaN or infinity in onnxruntime, which it did not"):
+    with pytest.raises(
+        CheckFailedError, match="site0: the rewritten attention differs from its float64 reference by inf"
+    ):
         converted.save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    ready, inputs = deployed(converted.module), converted.example_inputs
+    with pytest.raises(CheckFailedError, match="its answer has NaN or infinity in onnxruntime, which it did not"):
+        write_file(tmp_path / "half.onnx", converted.plan, ready, inputs, None, tmp_path / "model.onnx")
 
 
 def test_a_file_is_converted_and_calibrated(file: Path, tmp_path: Path) -> None:

@@ -192,3 +192,53 @@ def test_whole_numbers_that_a_model_has_no_row_for_are_refused_before_work(word:
     words[7] = word
     with pytest.raises(InputError, match=r"Worded does not take item 7 of the data \(index out of range"):
         ar.convert(Worded(), example, variant="l1", calibration=[(PICTURES, words)])
+
+
+class Encoder(nn.Module):
+    """[B, N, 16] -> [B, 16] through one attention, whose code holds the batch as a number where it is `fixed`."""
+
+    def __init__(self, fixed: bool) -> None:
+        super().__init__()
+        self.fixed, self.qkv, self.proj = fixed, nn.Linear(16, 48), nn.Linear(16, 16)
+        nn.init.normal_(self.qkv.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = len(x) if self.fixed else x.shape[0]
+        q, k, v = self.qkv(x).view(batch, -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = ((q @ k.mT) * 8**-0.5).softmax(-1) @ v
+        return (x + self.proj(attended.transpose(1, 2).reshape(batch, -1, 16))).mean(1)
+
+
+class TwoEncoders(nn.Module):
+    """Words [B, 6] and a picture [B, 3, 8, 8] -> an embedding [B, 16] of each: their batches meet nowhere."""
+
+    def __init__(self, words_fixed: bool, pictures_fixed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.patches = nn.Embedding(20, 16), nn.Conv2d(3, 16, 2, 2)
+        self.text, self.image = Encoder(words_fixed), Encoder(pictures_fixed)
+
+    def forward(self, words: Tensor, picture: Tensor) -> tuple[Tensor, Tensor]:
+        return self.image(self.patches(picture).flatten(2).mT), self.text(self.words(words))
+
+
+@pytest.mark.parametrize("example", [1, 2])
+@pytest.mark.parametrize("fixed", [(False, False), (False, True), (True, False), (True, True)])
+def test_two_encoders_are_both_held_to_what_they_give(
+    fixed: tuple[bool, bool], example: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = torch.randint(20, (24, 6), generator=torch.Generator().manual_seed(1))
+    made = ar.convert(
+        TwoEncoders(*fixed), (words[:example], PICTURES[:example]), variant="l1", calibration=[(words, PICTURES)]
+    )
+    assert made.report["fixed_batch"] is None
+    copy, fit = made.report["calibration"]["stages"]
+    assert "the model is held to all of its 2 outputs alike" in copy["notes"]
+    assert 1e-3 < fit["error_after"] <= copy["error_before"]
+    caplog.clear()
+    found = list(ar.evaluate(made, [(words, PICTURES)], batch_size=7).values())[-1].error
+    with torch.no_grad():
+        pairs = zip(TwoEncoders(*fixed)(words, PICTURES), made.module(words, PICTURES), strict=True)
+        errors = [float((b - a).square().sum() / (a - a.mean(0)).square().sum()) for a, b in pairs]
+    assert found == pytest.approx(sum(errors) / 2, rel=1e-3)
+    assert not [record for record in caplog.records if "is compared by" in record.getMessage()]

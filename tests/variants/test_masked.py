@@ -11,7 +11,7 @@ from variant_sites import make_heads, make_site
 
 from attnrewrite.site import AttentionSite, Grid
 from attnrewrite.variants.base import Heads
-from attnrewrite.variants.masked import HardMask, Masked, MaskedForm, SoftMaskedForm
+from attnrewrite.variants.masked import HardMask, Masked, MaskedForm, SoftMaskedForm, hard_mask
 from attnrewrite.variants.parts.masked_heads import heads_by_locality
 from attnrewrite.variants.parts.softmax_rows import softmax_attention
 
@@ -164,6 +164,32 @@ def test_the_papers_search(near: tuple[float, ...], expected: tuple[int, ...]) -
     form.refine(lambda: iter([heads]))
     assert form.masked == expected
     assert replace(variant, **form.resolved()) == Masked(size=3, heads=expected)
+
+
+@pytest.mark.parametrize(
+    ("sides", "size", "prefix"), [((4, 4), 5, 1), ((5, 3), 5, 0), ((3, 3), 3, 0), ((21, 21), 21, 0)]
+)
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_square_that_covers_the_grid_is_right_where_no_score_is_near_zero(
+    sides: tuple[int, int], size: int, prefix: int, soft: bool
+) -> None:
+    """The token in the middle sees every key: nothing of score 0 is beside its own, which are all far below."""
+    grid = Grid(*sides, prefix)
+    site = make_site(heads=2, head_dim=4, grid=grid)
+    heads = make_heads(site)
+    query, key = 40 + heads.query, -(4 + heads.key.abs())
+    assert (query @ key.transpose(2, 3) * site.scale).amax() < -100
+    wanted = ((query @ key.transpose(2, 3) * site.scale * dense_mask(grid, size)).softmax(-1)) @ heads.value
+    form = Masked(size=size, soft=soft).build(site)
+    if isinstance(form, SoftMaskedForm):
+        with torch.no_grad():
+            form.logit.fill_(-1.0)
+    with torch.no_grad():
+        found = form.deploy()(query.float(), key.float(), heads.value.float())
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=3e-4)  # scores of 300 have so many digits
+    own = hard_mask(grid, size, site.scale).locality(query.float(), key.float())
+    weights = (query @ key.transpose(2, 3) * site.scale * dense_mask(grid, size)).softmax(-1) * dense_mask(grid, size)
+    torch.testing.assert_close(own.double(), weights.sum(-1)[:, :, prefix:].mean(2), rtol=0, atol=3e-4)
 
 
 def test_locality_is_the_weight_of_the_mask_under_the_masked_softmax() -> None:
