@@ -6,15 +6,17 @@ element is drawn by itself: no two images, queries or keys are alike. Reproducib
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from attnrewrite.errors import InputError
+from attnrewrite.patterns.fx.operators import is_open
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,12 @@ def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tup
     if len(places) != len(example):
         raise InputError(f"the model takes {len(places)} inputs, and the example has {len(example)}")
     known = [place.meta.get("val") for place in places]
-    batch = _batch_symbol(known)
+    batch = _batch_symbols(known, example)
 
     def draw(name: str, images: int, kinds: Sequence[_Kind], generator: torch.Generator) -> Draw:
         sizes = [_sizes(value, tensor, batch, images) for value, tensor in zip(known, example, strict=True)]
         inputs = tuple(_in_parts(t, size, kinds, generator) for t, size in zip(example, sizes, strict=True))
-        return Draw(name if batch is None else f"{name}, {images} image{'s' if images > 1 else ''}", inputs)
+        return Draw(name if not batch else f"{name}, {images} image{'s' if images > 1 else ''}", inputs)
 
     def as_many(kind: _Kind) -> tuple[Draw, ...]:
         generator = torch.Generator().manual_seed(seed)
@@ -123,25 +125,30 @@ def arithmetic_inputs(draws: Sequence[Draw]) -> tuple[Tensor, ...]:
     return draws[1].inputs if first.last_image is None else first.last_image
 
 
-def _open_sizes(value: object) -> Iterator[torch.SymInt]:
-    for size in value.shape if isinstance(value, Tensor) else ():
-        if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
-            yield size
+def _batch_symbols(known: Sequence[object], example: Sequence[Tensor]) -> set[Any]:
+    """The symbols of the batch: of each input's first axis that is left open, where the example is as long there as
+    along the first such axis of all. Inputs that meet nowhere, or by an index alone, have a symbol each.
+    """
+    found = [axis for pair in zip(known, example, strict=True) if (axis := _first_open(*pair)) is not None]
+    return {_first_symbol(size) for size, length in found if length == found[0][1]}
 
 
-def _batch_symbol(known: list[object]) -> object | None:
-    """The symbol of the batch: of the first axis that is left open, or None where all are settled."""
-    first = next((size for value in known for size in _open_sizes(value)), None)
-    return None if first is None else sorted(first.node.expr.free_symbols, key=str)[0]
+def _first_open(value: object, tensor: Tensor) -> tuple[torch.SymInt, int] | None:
+    """The first of an input's lengths that is left open, and the example's; None where all are settled."""
+    pairs = zip(value.shape, tensor.shape, strict=True) if isinstance(value, Tensor) else ()
+    return next(((size, length) for size, length in pairs if is_open(size)), None)
 
 
-def _sizes(value: object, tensor: Tensor, batch: object | None, images: int) -> list[int]:
+def _first_symbol(size: torch.SymInt) -> Any:
+    return sorted(size.node.expr.free_symbols, key=str)[0]
+
+
+def _sizes(value: object, tensor: Tensor, batch: set[Any], images: int) -> list[int]:
     """The example's lengths, with those that follow the batch for so many images."""
     sizes = list(tensor.shape)
     for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
-        expression = size.node.expr if isinstance(size, torch.SymInt) else None
-        if batch is not None and expression is not None and batch in expression.free_symbols:
-            length = expression.subs({batch: images})
+        if is_open(size) and batch & size.node.expr.free_symbols:
+            length = size.node.expr.subs(dict.fromkeys(batch, images))
             sizes[axis] = int(length) if length.is_number else sizes[axis]
     return sizes
 

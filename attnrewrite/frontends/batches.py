@@ -16,9 +16,9 @@ from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import drawn_alike
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.open_batch import OpenBatch
-from attnrewrite.passes.fx.signature import is_open
 from attnrewrite.passes.in_batches import InBatches, images_mixed, with_images
 from attnrewrite.passes.tracing import export_program
+from attnrewrite.patterns.fx.operators import is_open
 
 COMPARED = (2, 3)  # the batches of the two exports that tell which constants follow
 

@@ -16,9 +16,10 @@ from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.composites import DEFINITIONS
 from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph
-from attnrewrite.passes.fx.signature import is_open, writes
+from attnrewrite.passes.fx.signature import writes
 from attnrewrite.passes.in_batches import with_images
 from attnrewrite.passes.tracing import export_program
+from attnrewrite.patterns.fx.operators import is_open
 
 UNWRITABLE = frozenset("\"'\\\n\r")  # torch.fx writes a module's name between quotation marks
 

@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from attnrewrite.errors import Refusal, first_line
 from attnrewrite.passes.copying import without_torch_logs
-from attnrewrite.passes.fx.signature import is_open
 from attnrewrite.passes.tracing import export_program
-from attnrewrite.patterns.fx.operators import module_path, operator_name
+from attnrewrite.patterns.fx.operators import is_open, module_path, operator_name
 
 BATCH = Dim("batch", min=1)
 

@@ -15,8 +15,9 @@ from attnrewrite.passes.base import Pass, PassResult, Pipeline
 from attnrewrite.passes.fx.deploy import DeploySites
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.rewrite import FxRewrite
-from attnrewrite.passes.fx.signature import is_open, other_signature
+from attnrewrite.passes.fx.signature import other_signature
 from attnrewrite.passes.tracing import export_program
+from attnrewrite.patterns.fx.operators import is_open
 from attnrewrite.plan import Plan
 
 

@@ -23,8 +23,8 @@ from attnrewrite.passes.fx.batch_compared import compare
 from attnrewrite.passes.fx.batch_followed import Guesses, follow
 from attnrewrite.passes.fx.batch_mapped import map_images
 from attnrewrite.passes.fx.batch_symbols import symbolic, with_sizes
-from attnrewrite.passes.fx.signature import is_open
 from attnrewrite.passes.in_batches import answers_otherwise, images_mixed, with_images
+from attnrewrite.patterns.fx.operators import is_open
 
 MOST_TRIES = 32  # ways to read the sizes of a graph for one image
 PRIMES = (31, 37)  # a batch that no other length is taken for

@@ -1,18 +1,11 @@
 """What a pass over exported programs keeps: inputs, outputs, and that nothing is written in place."""
 
-from typing import TypeGuard
-
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import Node
 
 from attnrewrite.errors import Refusal
-
-
-def is_open(size: int | torch.SymInt) -> TypeGuard[torch.SymInt]:
-    """Whether a length is left open: torch.export also writes lengths that it has settled as symbols."""
-    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 def writes(node: Node) -> bool:

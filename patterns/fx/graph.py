@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from attnrewrite.errors import InputError
 from attnrewrite.patterns.answers import are_logits
 from attnrewrite.patterns.fx.normalise import normalise
-from attnrewrite.patterns.fx.operators import FACTORIES, draws_numbers, module_path, operator_name
+from attnrewrite.patterns.fx.operators import FACTORIES, draws_numbers, is_open, module_path, operator_name
 from attnrewrite.patterns.graph import Operation
 from attnrewrite.patterns.softmaxes import softmax_by_hand
 
@@ -88,9 +88,7 @@ class FxGraph:
 
     def batch_axes(self, value: str) -> frozenset[int]:
         sizes = self._nodes[value].meta["val"].shape
-        return frozenset(
-            axis for axis, size in enumerate(sizes) if isinstance(size, torch.SymInt) and not size.node.expr.is_number
-        )
+        return frozenset(axis for axis, size in enumerate(sizes) if is_open(size))
 
     def users(self, value: str) -> tuple[str, ...]:
         """Tensor users; a multi-output node is passed through to the elements taken from it."""

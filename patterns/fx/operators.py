@@ -1,5 +1,7 @@
 """The aten operators of torch.export graphs, sorted into the matcher's vocabulary by name (overloads share one)."""
 
+from typing import TypeGuard
+
 import torch
 from torch.fx import Node
 
@@ -93,6 +95,11 @@ def operator_name(node: Node) -> str:
 def asserts(node: Node) -> bool:
     """Whether it is an assertion, of values or of what export knows of them: it computes nothing."""
     return node.op == "call_function" and operator_name(node).startswith("_assert") and not node.users
+
+
+def is_open(size: int | torch.SymInt) -> TypeGuard[torch.SymInt]:
+    """Whether a length is left open: torch.export also writes lengths that it has settled as symbols."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 def draws_numbers(node: Node) -> bool:
