@@ -24,6 +24,7 @@ from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images
 from attnrewrite.images.model_inputs import listed
 from attnrewrite.images.pool import Pool
+from attnrewrite.passes.draws import arithmetic_inputs
 from attnrewrite.passes.fx.join_heads import with_joined_heads
 from attnrewrite.passes.fx.rewrite import scan_graph
 from attnrewrite.passes.original import require_numbers
@@ -102,6 +103,7 @@ def convert_source(
         report,
         captured.module,
         source.example_inputs,
+        arithmetic_inputs(proof.draws),
         source.preprocessing,
         source.origin,
         source.code,

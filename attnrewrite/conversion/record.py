@@ -24,7 +24,6 @@ from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.outputs import staged
 from attnrewrite.pages.selection import page
 from attnrewrite.passes.copying import quiet_copying
-from attnrewrite.passes.draws import arithmetic_inputs, drawn, in_one_batch
 from attnrewrite.passes.fx.deploy import DeploySites
 from attnrewrite.passes.verify import export_error, float64_errors
 from attnrewrite.plan import Plan
@@ -41,6 +40,7 @@ class Conversion:
     """A converted model, and `original`, the captured graph that it came from.
 
     `report` is what report.json holds: the source, what became of each site, the checks and the calibration stages.
+    `drawn` are inputs that the original took as it was checked: what is made of the conversion is held to it on them.
     `code` is the digest of the file whose code made the original (see `Source.code`).
     """
 
@@ -50,6 +50,7 @@ class Conversion:
     report: Mapping[str, Any]
     original: GraphModule
     example_inputs: tuple[Tensor, ...]
+    drawn: tuple[Tensor, ...]
     preprocessing: Preprocessing | None
     origin: Origin | None
     code: str | None = None
@@ -67,7 +68,7 @@ class Conversion:
             CheckFailedError: a site is off by more than rounding.
         """
         ready = deployed(self.module)
-        float64_errors(ready, self._drawn())
+        float64_errors(ready, self.drawn)
         return ready
 
     def export(self) -> ExportedProgram:
@@ -81,7 +82,7 @@ class Conversion:
         program, _ = export(ready, self.example_inputs)
         exported = program.module(check_guards=False)
         assert isinstance(exported, GraphModule)
-        export_error(exported, ready, self._drawn())
+        export_error(exported, ready, self.drawn)
         return program
 
     def save(self, out: str | Path, force: bool = False) -> Path:
@@ -110,10 +111,6 @@ class Conversion:
                 remember(folder, self.code)
         return Path(out)
 
-    def _drawn(self) -> tuple[Tensor, ...]:
-        """What files are held to the module on; of one image, where the program was traced with two."""
-        return arithmetic_inputs(in_one_batch(drawn(self.original, self.example_inputs)))
-
     def _write_page(self, folder: Path) -> None:
         """Write report.html, where its template engine is installed."""
         try:
@@ -126,7 +123,7 @@ class Conversion:
         from attnrewrite.conversion.onnx_out import write_file
 
         assert self.origin is not None
-        write_file(source, self.plan, deployed(self.module), self._drawn(), self.origin.input_size, folder / ONNX_FILE)
+        write_file(source, self.plan, deployed(self.module), self.drawn, self.origin.input_size, folder / ONNX_FILE)
 
 
 def site_notes(folder: Path) -> dict[str, str | None]:

@@ -242,3 +242,21 @@ def test_two_encoders_are_both_held_to_what_they_give(
         errors = [float((b - a).square().sum() / (a - a.mean(0)).square().sum()) for a, b in pairs]
     assert found == pytest.approx(sum(errors) / 2, rel=1e-3)
     assert not [record for record in caplog.records if "is compared by" in record.getMessage()]
+
+
+class Coded(Prompted):
+    """As Prompted, with a row of a table for each picture: there are none for values beyond the example's."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, 5)
+
+    def forward(self, picture: Tensor, kept: Tensor) -> Tensor:
+        return super().forward(picture, kept) + self.table(picture.abs().amax((1, 2, 3)).long())
+
+
+def test_what_is_made_of_a_conversion_is_held_to_it_on_inputs_that_the_model_takes(tmp_path: Path) -> None:
+    made = ar.convert(Coded(int(EXAMPLE[0].abs().max()) + 1), EXAMPLE, variant="l1")
+    assert any("large values" in draw for draw in made.report["checks"]["draws_refused"])
+    made.save(tmp_path / "out")
+    assert list(ar.evaluate(made, [EXAMPLE]).values())[-1].n == 2

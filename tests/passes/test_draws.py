@@ -1,5 +1,6 @@
 """The inputs that a check draws: by type and range, unlike each other, in other batches than the example's."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -101,3 +102,19 @@ def test_the_example_goes_in_with_what_is_drawn_where_every_input_is_each_images
 class SharedMask(Sum):
     def forward(self, x: Tensor, mask: Tensor, numbers: Tensor) -> Tensor:
         return super().forward(x, mask[None], numbers)
+
+
+class Indexed(nn.Module):
+    """Words [B, 6] and which of them count [B, 6], which meet by an index alone."""
+
+    def forward(self, words: Tensor, kept: Tensor) -> Tensor:
+        return words * kept[torch.arange(words.shape[0])[:, None], torch.arange(6)]
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_inputs_that_meet_by_an_index_alone_are_drawn_for_as_many_images(images: int) -> None:
+    example = (torch.randn(images, 6), torch.ones(images, 6, dtype=torch.bool))
+    graph = capture("indexed", Indexed(), example).module
+    for draw in drawn(graph, example)[1:]:
+        assert [len(tensor) for tensor in draw.inputs] == [2, 2]
+        torch.testing.assert_close(graph(*draw.inputs), draw.inputs[0] * draw.inputs[1], rtol=0, atol=0)
