@@ -67,8 +67,11 @@ def images_mixed(fixed: Callable[..., Any], opened: Callable[..., Any], draws: S
     """
     first, last = draws[0].inputs, draws[-1].inputs
     batch = first[0].shape[0]
-    with torch.no_grad():
-        known, other = outputs(fixed(*first)), outputs(fixed(*last))
+    try:
+        with torch.no_grad(), without_torch_logs():
+            known, other = outputs(fixed(*first)), outputs(fixed(*last))
+    except Exception as failure:  # a model refuses an input in its own words
+        return Refusal("draw-refused", f"does not take inputs like its example: {first_line(failure)}")
     one = with_images(last, 1)
     more = tuple(
         torch.cat([mine, theirs[:1]]) if mine.dim() and mine.shape[0] == batch else mine
@@ -77,6 +80,8 @@ def images_mixed(fixed: Callable[..., Any], opened: Callable[..., Any], draws: S
     found = _given(opened, more)
     if isinstance(found, Refusal):
         return found
+    if len(found) != len(known):
+        return Refusal("no-batch-out", f"gives {len(known)} outputs for {batch} images and {len(found)} for one more")
     wanted, alone = [], []
     for index, (mine, theirs, both) in enumerate(zip(known, other, found, strict=True)):
         axis = _image_axis(mine, both, batch)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from attnrewrite.errors import Refusal, first_line
+from attnrewrite.errors import Refusal
 from attnrewrite.frontends.capture import Captured, batch_of, capture, inputs_of
 from attnrewrite.frontends.sources import Source
 from attnrewrite.passes.base import PassResult
@@ -62,11 +62,7 @@ def fed_apart(captured: Captured) -> Captured:
 @torch.no_grad()
 def _mixed(model: nn.Module, example: tuple[Tensor, ...]) -> Refusal | None:
     """Whether a model answers an image otherwise beside others, or takes no other batch than the example's."""
-    try:
-        with without_torch_logs():
-            return images_mixed(model, model, drawn_alike(example))
-    except Exception as error:  # a model refuses an input in its own words
-        return Refusal("draw-refused", f"does not take inputs like its example: {first_line(error)}")
+    return images_mixed(model, model, drawn_alike(example))
 
 
 def _for_any(captured: Captured, graph: GraphModule) -> Captured:

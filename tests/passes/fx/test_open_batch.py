@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.passes.base import PassResult
+from attnrewrite.passes.draws import drawn_alike
 from attnrewrite.passes.fx.batch_mapped import map_images
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.open_batch import OpenBatch
-from attnrewrite.passes.in_batches import InBatches, with_images
+from attnrewrite.passes.in_batches import InBatches, images_mixed, with_images
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
@@ -372,3 +373,26 @@ def test_graphs_that_are_no_fixed_batch_are_refused() -> None:
         "other-inputs": OpenBatch(example).ensures(fixed, PassResult(masked)),
     }
     assert {code: getattr(found, "code", found) for code, found in cases.items()} == {code: code for code in cases}
+
+
+def one_answer_each(x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.unbind(0))
+
+
+def small_alone(x: Tensor) -> Tensor:
+    if x.abs().max() > 4:
+        raise ValueError("there is no row for it")
+    return x
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "part"),
+    [
+        (one_answer_each, "no-batch-out", "gives 2 outputs for 2 images and 3 for one more"),
+        (small_alone, "draw-refused", "does not take inputs like its example: there is no row for it"),
+    ],
+)
+def test_what_says_nothing_of_the_images_is_refused(model: Callable[[Tensor], object], code: str, part: str) -> None:
+    found = images_mixed(model, model, drawn_alike((torch.randn(2, 30).clamp(-3, 3),)))
+    assert isinstance(found, Refusal)
+    assert (found.code, part in found.sentence) == (code, True), found
