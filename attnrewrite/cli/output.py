@@ -248,6 +248,7 @@ def evaluation_table(evaluations: Mapping[str, Evaluation]) -> "RenderableType":
         for heading, (name, form, unit) in figures.items()
     }
     shown = {heading: cells for heading, cells in known.items() if any(cells)}
+    shown = shown or {"top-1": ["no labels"] * len(evaluations)}
     counts = [str(each.n) for each in evaluations.values()]
     rows = zip(evaluations, counts, *shown.values(), strict=True)
     return table(None, {"model": "left"} | dict.fromkeys(("images", *shown), "right"), [list(row) for row in rows])

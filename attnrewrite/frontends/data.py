@@ -24,7 +24,7 @@ def input_names(source: Source) -> tuple[str, ...]:
     if model is None or isinstance(model, GraphModule):
         graph = runnable(source)
         assert isinstance(graph, GraphModule)
-        return tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
+        return tuple(str(node.target) for node in graph.graph.nodes if node.op == "placeholder")
     return tuple(inspect.signature(model.forward).parameters)[: len(source.example_inputs)]
 
 

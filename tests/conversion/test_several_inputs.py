@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.errors import InputError
+from attnrewrite.frontends.data import input_names
+from attnrewrite.frontends.sources import load_source
 from attnrewrite.images.model_inputs import load_model_inputs
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -260,3 +262,24 @@ def test_what_is_made_of_a_conversion_is_held_to_it_on_inputs_that_the_model_tak
     assert any("large values" in draw for draw in made.report["checks"]["draws_refused"])
     made.save(tmp_path / "out")
     assert list(ar.evaluate(made, [EXAMPLE]).values())[-1].n == 2
+
+
+def test_the_inputs_of_a_file_keep_their_names(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    words = torch.randint(20, (24, 6), generator=torch.Generator().manual_seed(1))
+    torch.onnx.export(
+        TwoEncoders(False, False).eval(), (words[:1], PICTURES[:1]), tmp_path / "two.onnx", dynamo=True, verbose=False
+    )
+    np.savez(tmp_path / "both.npz", picture=PICTURES.numpy(), words=words.numpy())
+    made = ar.convert(tmp_path / "two.onnx", variant="l1", calibration=tmp_path / "both.npz")
+    assert 1e-3 < list(ar.evaluate(made, tmp_path / "both.npz").values())[-1].error < 10  # type: ignore[operator]
+
+    names = ["words", "self", "input.1", "lambda", "_hidden"]
+    kind = onnx.TensorProto.FLOAT
+    inputs = [onnx.helper.make_tensor_value_info(name, kind, [2, 4]) for name in names]
+    result = onnx.helper.make_tensor_value_info("sum", kind, [2, 4])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Sum", names, ["sum"])], "sum", inputs, [result])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(model, tmp_path / "sum.onnx")
+    assert input_names(load_source(tmp_path / "sum.onnx")) == ("words", "input_1", "input_2", "input_3", "input_4")

@@ -6,6 +6,7 @@ open. Every operator that is translated is in `arithmetic`, `movement` and `laye
 
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
+from keyword import iskeyword
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,12 @@ def _rows_looked_up(graph: OnnxGraph, value: ir.Value) -> Iterator[int]:
 _SAME_NUMBERS = frozenset({"Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
 
 
+def _argument(name: str, place: int) -> str:
+    """What an input is called in Python: as in the file, where that is a name there."""
+    plain = name.isidentifier() and not iskeyword(name) and name != "self" and not name.startswith("_")
+    return name if plain else f"input_{place}"
+
+
 class _Importer:
     """Translates the nodes of a view, in order, into one FX graph."""
 
@@ -115,7 +122,7 @@ class _Importer:
     def run(self) -> GraphModule:
         model = self.view.prepared.model
         for place, value in enumerate(real_inputs(model.graph)):
-            self._made[str(value.name)] = self.graph.placeholder(f"input_{place}")
+            self._made[str(value.name)] = self.graph.placeholder(_argument(str(value.name), place))
         self._size_of_batch()
         for node in model.graph:
             if node not in self._folded:
