@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from attnrewrite.errors import Refusal
+from attnrewrite.errors import Refusal, first_line
 from attnrewrite.frontends.capture import Captured, batch_of, capture, inputs_of
 from attnrewrite.frontends.sources import Source
 from attnrewrite.passes.base import PassResult
@@ -62,7 +62,10 @@ def fed_apart(captured: Captured) -> Captured:
 @torch.no_grad()
 def _mixed(model: nn.Module, example: tuple[Tensor, ...]) -> Refusal | None:
     """Whether a model answers an image otherwise beside others, or takes no other batch than the example's."""
-    return images_mixed(model, model, drawn_alike(example))
+    try:
+        return images_mixed(model, model, drawn_alike(example))
+    except NotImplementedError as error:  # torch draws no numbers of some types
+        return Refusal("not-drawn", f"takes what nothing is drawn of: {first_line(error)}")
 
 
 def _for_any(captured: Captured, graph: GraphModule) -> Captured:
