@@ -229,7 +229,7 @@ def made_lines(artifact: "Artifact") -> str:
         told = [f"{figure} {value:.2f} %" for figure, value in figures if value is not None]
         if each["logit_mse"] is not None:
             told.append(f"squared distance of the outputs {each['logit_mse']:.3g} on average")
-        if each.get("error") is not None:  # artifacts of earlier versions have none
+        if each["error"] is not None:
             told.append(f"outputs off by {each['error']:.3g} of their energy")
         if told:
             lines.append(f"the {name} on {each['n']} images: {', '.join(told)}")

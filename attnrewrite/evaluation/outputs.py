@@ -81,7 +81,7 @@ def _require_alike(name: str, found: Mapping[int, Tensor], reference: str, wante
     if found.keys() != wanted.keys() or shapes != others:
         raise InputError(
             f"{name} gives {shapes} for an image and {reference} {others}, and cannot be held against it: give models "
-            "of the same outputs, or leave the original out"
+            "of the same outputs"
         )
 
 

@@ -267,8 +267,8 @@ def test_what_compression_costs_is_measured_on_pictures(tmp_path: Path) -> None:
 def test_the_terminal_tells_bytes_and_accuracy() -> None:
     how = {"model": "it", "n": 4}
     measured = {
-        "model": {**how, "top1": 75.0, "agreement": None, "logit_mse": None},
-        "artifact": {**how, "top1": 50.0, "agreement": 75.0, "logit_mse": 0.25},
+        "model": {**how, "top1": 75.0, "agreement": None, "logit_mse": None, "error": None},
+        "artifact": {**how, "top1": 50.0, "agreement": 75.0, "logit_mse": 0.25, "error": None},
     }
     files = ("artifact.json", "model.mlpackage")
     artifact = Artifact("it", "coreml-npu", Path("out"), files, 9, 0.0, 1.0, "looked at it", "none")
