@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnrewrite.calibration.recorded import Recorded, Recorder, recorder_for
 from attnrewrite.calibration.train import Schedule
 from attnrewrite.passes.site_module import ProjectedRead, ProjectedWrite, SiteModule, tokens_of
 from attnrewrite.variants.base import Form
@@ -85,9 +86,24 @@ class Sample:
         """In a precision to descend in."""
         return self._mapped(lambda part: None if part is None else wide(part))
 
+    @property
+    def distinct(self) -> list[Tensor]:
+        """Its tensors, each once."""
+        parts = {id(part): part for part in self._parts.values() if part is not None}
+        return list(parts.values())
+
+    def of(self, tensors: Sequence[Tensor]) -> "Sample":
+        """The same of others, in the order of `distinct`."""
+        others = {id(own): other for own, other in zip(self.distinct, tensors, strict=True)}
+        return self._mapped(lambda part: None if part is None else others[id(part)])
+
+    @property
+    def _parts(self) -> dict[str, Tensor | None]:
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "per_image"}
+
     def _mapped(self, change: Callable[[Tensor | None], Tensor | None]) -> "Sample":
         """What is one tensor stays one."""
-        parts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "per_image"}
+        parts = self._parts
         changed: dict[int, Any] = {}
         for part in parts.values():
             if id(part) not in changed:
@@ -155,7 +171,7 @@ def search(site: SiteModule, samples: Iterable[Sample], images: int, copies: int
     groups = [min(held, fitted - start) for start in range(0, fitted, held)]
     steps = [math.ceil(_times(images, own * tokens) * group / size) for group in groups]
     before, found = (copy.deepcopy(site).to(wide(stream.batch.wanted).dtype) for _ in range(2))
-    descent = _Descent(found, Schedule(sum(steps), 1.0), size)
+    descent = _Descent(found, Schedule(sum(steps), 1.0), size, recorder_for(stream.batch.wanted.device))
     for group, some in zip(groups, steps, strict=True):
         descent.through(stream.take(group), some)
     check = stream.take(checked)
@@ -238,27 +254,36 @@ def _joined_bias(given: list[tuple[Tensor | None, int]]) -> Tensor | None:
 class _Descent:
     """Adam on what a search changes of `site`, along `schedule`, by so many rows (`size`) a step."""
 
-    def __init__(self, site: SiteModule, schedule: Schedule, size: int) -> None:
+    def __init__(self, site: SiteModule, schedule: Schedule, size: int, recorder: Recorder | None) -> None:
         self.site, self.schedule, self.size = site, schedule, size
         site.requires_grad_(False)
         self.weights = _Flat(searched(site))
-        self.optimizer = torch.optim.Adam([self.weights.scaled], eps=LEAST_GRADIENT, fused=True)
-        self.done, self.scale = 0, 0.0
+        scaled = self.weights.scaled
+        # a tensor, as a number would be the same in all recorded steps; torch's kernels for GPUs read a float32
+        precision = torch.float64 if scaled.device.type == "cpu" else torch.float32
+        self.rate = torch.zeros((), dtype=precision, device=scaled.device)
+        self.optimizer = torch.optim.Adam(
+            [scaled], lr=self.rate, eps=LEAST_GRADIENT, fused=True, capturable=recorder is not None
+        )
+        self.recorder, self.done, self.scale = recorder, 0, 0.0
 
     def through(self, sample: Sample, steps: int) -> None:
         """So many `steps` on the rows of `sample`."""
         if not self.done:
             few = sample.rows(slice(SCALED_STEPS * self.size))
             self.scale = _error(self.site, few, self.size) / len(few.wanted) or 1.0
+        step = Recorded(lambda *tensors: self._step(sample.of(tensors)), self.recorder)
         for rows in islice(_drawn(len(sample.wanted), self.size, sample.wanted.device), steps):
-            self.optimizer.param_groups[0]["lr"] = self.schedule.rate_at(self.done)
-            self.weights.gradient.zero_()
-            with torch.enable_grad():
-                part = sample.rows(rows)
-                (_part(self.site, part) / (self.scale * len(part.wanted))).backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-            self.weights.put_back()
+            self.rate.fill_(self.schedule.rate_at(self.done))
+            step(*sample.rows(rows).distinct)
             self.done += 1
+
+    def _step(self, part: Sample) -> None:
+        self.weights.gradient.zero_()
+        with torch.enable_grad():
+            (_part(self.site, part) / (self.scale * len(part.wanted))).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.weights.put_back()
 
 
 class _Flat:
