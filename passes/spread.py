@@ -18,9 +18,10 @@ class Spread:
         """Count the rows of `tensor` [rows, ...]."""
         self.elements += tensor.numel()
         for row in tensor:
+            wide = row.double()
             self.rows += 1
-            self.squares += squared_norm(row)
-            self.sum += row.double()
+            self.squares += float(wide.square().sum())
+            self.sum += wide
 
     @property
     def energy(self) -> float:
