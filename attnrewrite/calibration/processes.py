@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from attnrewrite.errors import InputError
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -104,10 +106,20 @@ def _place_constant(there: torch.device, module: GraphModule, path: str) -> None
 
 
 def joined_processes() -> Processes:
-    """The processes of torchrun (gloo on CPUs, nccl on GPUs), or this one alone; a GPU where there is one."""
+    """The processes of torchrun (gloo on CPUs, nccl on GPUs), or this one alone; a GPU where there is one.
+
+    Raises:
+        InputError: there are fewer GPUs than torchrun has started processes for.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and local >= gpus:
+        raise InputError(
+            f"torchrun started more processes than this machine's {gpus} GPU{'s' * (gpus > 1)}, and two share none: "
+            f"give --nproc-per-node {gpus}, or CUDA_VISIBLE_DEVICES='' to use the processors"
+        )
+    device = f"cuda:{local}" if gpus else "cpu"
     if size == 1:
         return Processes(device=device)
     if device != "cpu":
