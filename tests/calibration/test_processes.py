@@ -20,5 +20,5 @@ def test_a_process_alone_takes_the_first_gpu() -> None:
 def test_more_processes_than_gpus_are_told_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(InputError, match="2 GPUs.*--nproc-per-node 2"):
+    with pytest.raises(InputError, match=r"2 GPUs.*--nproc-per-node 2"):
         joined_processes()
