@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -106,24 +106,6 @@ class Images:
     def check(self, preprocessing: Preprocessing | None, input_size: Size) -> None:
         """Raise InputError where the images do not fit `input_size` (C, H, W), or `preprocessing` is missing."""
         self.x.check(preprocessing, input_size)
-
-    def batches(
-        self, preprocessing: Preprocessing | None, size: int, input_size: Size
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Batches of `size` images (the last may be smaller): what the model takes, and int64 labels [b] or None.
-
-        Raises InputError at once where `check` does.
-        """
-        self.check(preprocessing, input_size)
-        return self._batches(preprocessing, size, input_size)
-
-    def _batches(
-        self, preprocessing: Preprocessing | None, size: int, input_size: Size
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        for start in range(0, len(self), size):
-            indices = np.arange(start, min(start + size, len(self)))
-            labels = None if self.y is None else torch.from_numpy(self.y[indices])
-            yield self.x[indices].read(preprocessing, input_size), labels
 
 
 @dataclass(frozen=True)

@@ -37,27 +37,29 @@ def test_an_npz_in_batches_normalised_with_its_labels(tmp_path: Path) -> None:
     x, y = pixels(5, 6, 8, 3), np.array([4, 3, 2, 1, 0], dtype=np.uint16)
     np.savez(tmp_path / "d.npz", x=x, y=y)
     images = load_images(tmp_path / "d.npz")
-    batches = list(images.batches(Preprocessing((0.5, 0.25, 0.0), (0.5,)), 2, SIZE))
-    assert [len(pixels) for pixels, _ in batches] == [2, 2, 1]
+    pool = Pool(images, Preprocessing((0.5, 0.25, 0.0), (0.5,)), SIZE, 2)
+    batches = [pool.batch(index)[0] for index in range(len(pool))]
+    assert [len(batch) for batch in batches] == [2, 2, 1]
     wanted = (torch.from_numpy(x).permute(0, 3, 1, 2) / 255 - torch.tensor([0.5, 0.25, 0]).view(3, 1, 1)) / 0.5
-    torch.testing.assert_close(torch.cat([pixels for pixels, _ in batches]), wanted, rtol=0, atol=1e-6)
-    assert torch.cat([labels for _, labels in batches if labels is not None]).tolist() == [4, 3, 2, 1, 0]
+    torch.testing.assert_close(torch.cat(batches), wanted, rtol=0, atol=1e-6)
+    assert images.y is not None
+    assert images.y.tolist() == [4, 3, 2, 1, 0]
 
 
 def test_a_model_that_takes_bytes_gets_the_pixels_channels_last(tmp_path: Path) -> None:
     x = pixels(3, 6, 8, 3)
     np.savez(tmp_path / "d.npz", x=x)
     taken = as_taken(None, torch.zeros(1, 6, 8, 3, dtype=torch.uint8))
-    ((batch, _),) = load_images(tmp_path / "d.npz").batches(taken, 8, image_size((1, 6, 8, 3)))
+    batch = load_images(tmp_path / "d.npz").x.read(taken, image_size((1, 6, 8, 3)))
     assert batch.dtype == torch.uint8
     assert np.array_equal(batch.numpy(), x)
 
 
 def test_grey_images_have_one_channel_and_no_labels(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", x=pixels(3, 6, 8))
-    ((batch, labels),) = load_images(tmp_path / "d.npz").batches(PLAIN, 8, (1, 6, 8))
-    assert batch.shape == (3, 1, 6, 8)
-    assert labels is None
+    images = load_images(tmp_path / "d.npz")
+    assert images.x.read(PLAIN, (1, 6, 8)).shape == (3, 1, 6, 8)
+    assert images.y is None
 
 
 def test_a_sample_is_the_same_for_a_seed_and_pairs_images_with_labels() -> None:
@@ -67,9 +69,7 @@ def test_a_sample_is_the_same_for_a_seed_and_pairs_images_with_labels() -> None:
     orders = [images.sample(7, seed).y.tolist() for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert len(set(first.y.tolist())) == 7
-    ((batch, labels),) = first.batches(None, 7, (1, 2, 2))
-    assert labels is not None
-    assert batch[:, 0, 0, 0].tolist() == labels.tolist()
+    assert first.x.read(None, (1, 2, 2))[:, 0, 0, 0].tolist() == first.y.tolist()
     assert len(images.sample(100, 0)) == 20
 
 
@@ -82,7 +82,7 @@ def test_a_folder_of_classes_in_order_of_name(tmp_path: Path) -> None:
     assert images.classes == ("cat", "dog", "empty")
     assert images.y is not None
     assert images.y.tolist() == [0, 1, 1]
-    assert [len(batch) for batch, _ in images.batches(PLAIN, 2, SIZE)] == [2, 1]
+    assert images.x.read(PLAIN, SIZE).shape == (3, *SIZE)
 
 
 def test_hidden_files_are_no_pictures(tmp_path: Path) -> None:
@@ -113,11 +113,10 @@ def test_no_two_files_are_in_memory_to_be_hashed(tmp_path: Path, monkeypatch: py
 def test_a_flat_folder_is_read_as_it_is_where_it_has_the_size(tmp_path: Path) -> None:
     values = picture(tmp_path / "a.png", 6, 8, 3)
     images = load_images(str(tmp_path))
-    ((batch, labels),) = images.batches(PLAIN, 4, SIZE)
-    assert labels is None
+    batch = images.x.read(PLAIN, SIZE)
+    assert images.y is None
     assert torch.equal((batch[0] * 255).round().to(torch.uint8).permute(1, 2, 0), torch.from_numpy(values))
-    ((grey, _),) = images.batches(PLAIN, 4, (1, 6, 8))
-    assert grey.shape == (1, 1, 6, 8)
+    assert images.x.read(PLAIN, (1, 6, 8)).shape == (1, 1, 6, 8)
 
 
 @pytest.mark.parametrize(("height", "width"), [(300, 400), (401, 300), (50, 50), (224, 300)])
@@ -131,21 +130,21 @@ def test_files_are_resized_as_timm_does_for_evaluation(tmp_path: Path, height: i
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
     transform = data.create_transform((3, 224, 224), mean=mean, std=std, crop_pct=crop, interpolation="bicubic")
     wanted = transform(Image.open(tmp_path / "a.png"))
-    ((batch, _),) = load_images(tmp_path).batches(Preprocessing(mean, std, crop), 1, (3, 224, 224))
+    batch = load_images(tmp_path).x.read(Preprocessing(mean, std, crop), (3, 224, 224))
     torch.testing.assert_close(batch[0], wanted, rtol=0, atol=1e-5)
 
 
 def test_iterables_of_floats_are_inputs_and_of_bytes_are_pictures() -> None:
     floats = torch.randn(4, 3, 6, 8)
-    ((batch, _),) = load_images([floats[:3], floats[3]]).batches(None, 8, SIZE)
+    batch = load_images([floats[:3], floats[3]]).x.read(None, SIZE)
     assert torch.equal(batch, floats)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(floats, torch.arange(4)), batch_size=3)
-    ((batch, labels),) = load_images(loader).batches(None, 8, SIZE)
-    assert torch.equal(batch, floats)
-    assert labels is not None
-    assert labels.tolist() == [0, 1, 2, 3]
+    loaded = load_images(loader)
+    assert torch.equal(loaded.x.read(None, SIZE), floats)
+    assert loaded.y is not None
+    assert loaded.y.tolist() == [0, 1, 2, 3]
     bytes_ = torch.from_numpy(pixels(2, 3, 6, 8))
-    ((batch, _),) = load_images(bytes_).batches(PLAIN, 8, SIZE)
+    batch = load_images(bytes_).x.read(PLAIN, SIZE)
     assert torch.equal(batch, bytes_ / 255)
 
 
@@ -215,7 +214,7 @@ def test_a_damaged_picture_is_named(tmp_path: Path) -> None:
     whole = (tmp_path / "a.png").read_bytes()
     (tmp_path / "a.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match=r"a\.png is damaged"):
-        list(load_images(tmp_path).batches(PLAIN, 1, SIZE))
+        load_images(tmp_path).x.read(PLAIN, SIZE)
 
 
 def test_whatever_a_decoder_raises_is_told_in_one_line(tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def test_whatever_a_decoder_raises_is_told_in_one_line(tmp_path: Path) -> None:
     path.write_bytes(content)
     assert not is_whole(path)
     with pytest.raises(InputError, match=r"a\.tif is (damaged|not an image)"):
-        list(load_images(tmp_path).batches(PLAIN, 1, SIZE))
+        load_images(tmp_path).x.read(PLAIN, SIZE)
     with pytest.raises(DamagedError, match=r"a\.tif is damaged"):
         read_picture(path, PLAIN, SIZE)
 
@@ -252,11 +251,11 @@ def test_a_mismatch_with_the_model_is_told_before_the_first_batch(tmp_path: Path
     np.savez(tmp_path / "d.npz", x=pixels(2, 6, 8, 3))
     images = load_images(tmp_path / "d.npz")
     with pytest.raises(InputError, match="holds images of 3x6x8 and the model takes 3x8x8: resize them"):
-        images.batches(PLAIN, 1, (3, 8, 8))
+        images.check(PLAIN, (3, 8, 8))
     with pytest.raises(InputError, match="give --mean and --std"):
-        images.batches(None, 1, SIZE)
+        images.check(None, SIZE)
     with pytest.raises(InputError, match="mean has 2 numbers and the images 3 channels"):
-        next(images.batches(Preprocessing((0.0, 0.0), (1.0,)), 1, SIZE))
+        images.x.read(Preprocessing((0.0, 0.0), (1.0,)), SIZE)
 
 
 def test_sizes_and_channel_values_as_users_write_them() -> None:
@@ -305,11 +304,11 @@ def test_damaged_files_are_left_out_where_that_is_asked_for(tmp_path: Path) -> N
     assert [path.name for path in images.skipped] == ["2.png", "4.png"]
     assert images.y is not None
     assert images.y.tolist() == [0, 1]
-    ((batch, _),) = images.batches(PLAIN, 8, SIZE)
+    batch = images.x.read(PLAIN, SIZE)
     assert len(batch) == 2
     (tmp_path / "b/4.png").unlink()
     with pytest.raises(InputError, match=r"2\.png is damaged"):
-        next(load_images(tmp_path).batches(PLAIN, 8, SIZE))
+        load_images(tmp_path).x.read(PLAIN, SIZE)
     for name in ("a/1.png", "b/3.png"):
         (tmp_path / name).write_text("no picture either")
     with pytest.raises(InputError, match="all 3 images are damaged"):
@@ -325,7 +324,7 @@ def test_some_images_are_taken_with_their_labels_and_in_memory_they_are_not_copi
     assert isinstance(some.x, Array)
     assert some.x.values is values
     assert len(some) == len(some.x) == 2
-    ((batch, _),) = some.batches(PLAIN, 8, SIZE)
+    batch = some.x.read(PLAIN, SIZE)
     assert torch.equal((batch * 255).round().to(torch.uint8).permute(0, 2, 3, 1), torch.from_numpy(values[[3, 5]]))
 
 
@@ -357,9 +356,10 @@ def test_decoded_pictures_are_read_as_the_files_are_and_from_no_file(tmp_path: P
     assert decoded == names
     assert isinstance(kept.x, Array)
     assert (kept.x.values.dtype, kept.x.values.shape) == (np.uint8, (5, 6, 8, 3))
-    read = torch.cat([batch for _ in range(3) for batch, _ in kept.batches(PLAIN, 2, SIZE)])
+    for _ in range(3):
+        read = kept.x.read(PLAIN, SIZE)
     assert decoded == names
-    assert torch.equal(read[:5], files.x.read(PLAIN, SIZE))
+    assert torch.equal(read, files.x.read(PLAIN, SIZE))
 
 
 def test_what_would_take_too_much_memory_stays_in_its_files(
