@@ -21,10 +21,10 @@ from attnrewrite.evaluation.outputs import evaluate_outputs
 from attnrewrite.files import as_path
 from attnrewrite.frontends.answers import says_classes
 from attnrewrite.frontends.batches import any_batch, fixed_batch, runnable
-from attnrewrite.frontends.data import image_size_of, load_data, require_pictures
+from attnrewrite.frontends.data import image_size_of, load_data
 from attnrewrite.frontends.examples import one_image
 from attnrewrite.frontends.sources import Source
-from attnrewrite.images.dataset import Images, Inputs, load_images
+from attnrewrite.images.dataset import Images, Inputs
 from attnrewrite.images.preprocessing import Preprocessing
 from attnrewrite.outputs import staged, write_file
 from attnrewrite.pages.comparison import comparison_page, comparison_table
@@ -183,8 +183,8 @@ def lower(
         cpu: arm-cpu: the core to build for, of targets/profiles.toml ("cortex-a76").
         system: arm-cpu: "linux", "android" or "ios".
         precision: arm-cpu and host: what products are computed in, "fp32", "fp16" or "int8".
-        data: images to measure the accuracy of the model and of the artifact on, and how often they agree; "int8"
-            needs some.
+        data: images to measure the accuracy of the model and of the artifact on, and how often they agree, of the kinds
+            that `evaluate` takes; "int8" needs some.
         how: checkpoint, input_size, mean, std, as `load_source` takes them.
 
     Raises:
@@ -201,20 +201,14 @@ def lower(
         refuse_given("a package is laid out as it is", example_inputs=example_inputs, **how)
         return _laid_out(Path(source), chosen, out, force, data)
     chosen.require_answers(data)
-    images = None if data is None else load_images(data)
     loaded = _sound(load(source, example_inputs, **how))
-    module = runnable(loaded)
+    images, module = None if data is None else load_data(loaded, data), runnable(loaded)
     inputs, preprocessing = _one_call(loaded, module), loaded.preprocessing
     if chosen.takes_pictures:
         module, inputs, preprocessing = of_pictures(loaded.name, module, inputs, preprocessing)
         chosen = chosen if labels is not None else chosen.configured(labels=loaded.labels)
-    if images is not None:
-        require_pictures(loaded)
-        images.check(preprocessing, loaded.input_size)
-        if chosen.takes_pictures and isinstance(images.x, Inputs):
-            raise InputError(
-                "the data are what the model takes, and the artifact takes pictures: give pictures, or bytes"
-            )
+    if images is not None and chosen.takes_pictures and isinstance(images.x, Inputs):
+        raise InputError("the data are what the model takes, and the artifact takes pictures: give pictures, or bytes")
     with staged(as_path(out), force=force) as folder:
         try:
             made = chosen.lower(loaded.name, module, inputs, folder, threads=count)
@@ -245,22 +239,22 @@ def _laid_out(package: Path, target: Target, out: str | Path, force: bool, data:
 def _measured(
     loaded: Source,
     module: nn.Module,
-    answers: Callable[[Tensor], tuple[Tensor, ...]],
+    answers: Callable[..., tuple[Tensor, ...]],
     artifact: Artifact,
     images: Images,
     batch: int,
     progress: Progress | None,
 ) -> dict[str, dict[str, Any]]:
     """How the model and the artifact made of it do on images, `batch` at a time, and how often they agree."""
-    modules: dict[str, Callable[[Tensor], Any]] = {"model": module, "artifact": answers}
-    how_run: dict[str, Any] = {"input_size": loaded.input_size, "batch_size": batch, "progress": progress}
+    modules: dict[str, Callable[..., Any]] = {"model": module, "artifact": answers}
+    how_run: dict[str, Any] = {"input_size": image_size_of(loaded), "batch_size": batch, "progress": progress}
     found = _evaluated(loaded, modules, images, artifact.preprocessing, "model", **how_run)
     return {name: asdict(each) for name, each in found.items()}
 
 
 def _evaluated(
     source: Source,
-    modules: Mapping[str, Callable[[Tensor], Any]],
+    modules: Mapping[str, Callable[..., Any]],
     images: Images,
     preprocessing: Preprocessing | None,
     reference: str | None,
@@ -269,9 +263,13 @@ def _evaluated(
     """How modules do, that answer as `source` does: by classes where it gives some, else by all that they give."""
     if reference is None:
         return evaluate_modules(modules, images, preprocessing, **how_run)
-    classifier = gives_logits(runnable(source), source.example_inputs) and says_classes(source, images)
-    measure = evaluate_modules if classifier else evaluate_outputs
+    measure = evaluate_modules if _classifies(source, images) else evaluate_outputs
     return measure(modules, images, preprocessing, reference=reference, **how_run)
+
+
+def _classifies(source: Source, images: Images) -> bool:
+    """Whether the largest element of a model's first output for `images` is a class."""
+    return gives_logits(runnable(source), source.example_inputs) and says_classes(source, images)
 
 
 class Comparison(records.Comparison):
@@ -309,7 +307,8 @@ def compare(
 
     Args:
         models: by the names that their rows bear; the others' agreement is taken against the first.
-        data: images, labelled or not, to compare the accuracy on as well.
+        data: images, labelled or not, to compare the accuracy on as well, or how far outputs are from the first
+            model's where those are no logits; for models of several inputs a tensor for each, as for calibration.
         cpu, precision: see `lower`; `precision` holds for host as TVM compiles it, and for arm-cpu.
         rpc: "host:port" of a device where `python -m tvm.exec.rpc_server` runs: host and arm-cpu are measured there,
             too, within `rpc_timeout` seconds for each model.
@@ -323,16 +322,18 @@ def compare(
     """
     count = 1 if threads is None else thread_count(threads)
     compared = {}
+    images: Images | None = None
+    classes = True
     for name, model in required("models", models, Mapping).items():
         loaded = _sound(load_beside(model, models.values(), example_inputs, **how))
-        if data is not None:
-            require_pictures(loaded)
+        if data is not None and images is None:
+            images = load_data(loaded, data)
+            classes = len(models) == 1 or _classifies(loaded, images)  # the others answer the same question
         module, free = runnable(loaded), None if data is None else any_batch(loaded)
         inputs = _one_call(loaded, module)
-        compared[name] = CompareModel(name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free)
-    images = None if data is None else load_images(data)
-    if images is not None and len(compared) > 1 and not says_classes(loaded, images):
-        images = None  # by the last of the models: they answer the same question
+        compared[name] = CompareModel(
+            name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free, classes, image_size_of(loaded)
+        )
     options = {"cpu": cpu, "precision": precision, "rpc": rpc, "rpc_timeout": rpc_timeout, "device": device}
     options |= {"development_team": development_team, "device_timeout": device_timeout}
     found = compare_models(

@@ -15,6 +15,8 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from attnrewrite.passes.copying import quiet_copying
+
 
 def export_program(module: nn.Module, arguments: tuple[Any, ...], keywords: Any = None, **how: Any) -> ExportedProgram:
     """`torch.export.export`, with whatever else that takes. Raises what it raises, which is of many kinds."""
@@ -24,7 +26,7 @@ def export_program(module: nn.Module, arguments: tuple[Any, ...], keywords: Any 
 
 def decompose_program(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram:
     """`program` with the operators of `table` written out as its functions say."""
-    with _without_stack_traces():
+    with _without_stack_traces(), quiet_copying():
         return _forgetful(program.run_decompositions(dict(table)))
 
 

@@ -152,8 +152,8 @@ class Target:
 
     def answers(
         self, artifact: Artifact, module: nn.Module, example_inputs: tuple[Tensor, ...]
-    ) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """A call that gives for one input what the artifact made of `module` does: see `has_answers`."""
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """A call that gives for the model's inputs what the artifact made of `module` does: see `has_answers`."""
         raise NotImplementedError
 
     def lay_out(self, package: Path, out: Path) -> Artifact:

@@ -157,7 +157,7 @@ def lower(
     SOURCE may also be a .mlpackage: it is laid out anew for coreml-npu, and compared with itself as it was.
     """
     from attnrewrite import api
-    from attnrewrite.images.dataset import load_images
+    from attnrewrite.frontends.data import load_data
     from attnrewrite.targets.base import get_target
     from attnrewrite.targets.pictures import require_picture
     from attnrewrite.targets.record import as_data, is_package
@@ -173,10 +173,10 @@ def lower(
         chosen.require_answers(data)
     elif any(value is not None for value in asdict(model).values()):
         raise InputError("options of models say nothing of a package, which is laid out as it is: leave them out")
-    images = None if data is None else load_images(data, skip_bad).sample(samples, run.execution.seed)
+    if packaged and data is not None:
+        raise InputError("a package that is laid out anew has no model to be measured beside: leave --data out")
     loaded: Any = source if packaged else _load(source, model, run)
-    if images is not None and not packaged:
-        images.check(loaded.preprocessing, loaded.input_size)
+    images = None if data is None else load_data(loaded, data, skip_bad).sample(samples, run.execution.seed)
     if run.dry_run:
         if chosen.takes_pictures and not packaged:
             require_picture(loaded.name, tuple(each[:1] for each in loaded.example_inputs), loaded.preprocessing)
@@ -226,7 +226,7 @@ def compare(
     """
     from attnrewrite import api
     from attnrewrite.evaluation.records import load_comparison
-    from attnrewrite.images.dataset import load_images
+    from attnrewrite.frontends.data import image_size_of, load_data
     from attnrewrite.targets.base import get_target
 
     out = output.out
@@ -235,14 +235,14 @@ def compare(
     check_apart(out, _paths(*_named(sources).values(), data, model.checkpoint))
     for name in target:
         get_target(name)
-    images = load_images(data, skip_bad) if data else None
     named = _named(sources)
     models = {
         name: _load(source, _only_if_built(source, model, list(named.values())), run) for name, source in named.items()
     }
+    images = load_data(next(iter(models.values())), data, skip_bad) if data else None
     if images is not None:
         for loaded in models.values():
-            images.check(loaded.preprocessing, loaded.input_size)
+            images.check(loaded.preprocessing, image_size_of(loaded))
     if run.dry_run:
         return _would(f"compare {', '.join(models)} on {', '.join(target)}", models=list(models), targets=target)
     with bars() as progress:

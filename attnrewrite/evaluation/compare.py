@@ -18,10 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrewrite.errors import InputError, Refusal, told
 from attnrewrite.evaluation.accuracy import evaluate_modules
 from attnrewrite.evaluation.latency import Latency, environment, measure, quantiles
+from attnrewrite.evaluation.outputs import evaluate_outputs
 from attnrewrite.evaluation.records import Comparison, Evaluation, Quantiles, Row, Status
 from attnrewrite.evaluation.resume import Key, described, fingerprint, key_of, measured_before
 from attnrewrite.images.dataset import Images
-from attnrewrite.images.preprocessing import Preprocessing, image_size
+from attnrewrite.images.preprocessing import Preprocessing, Size
 from attnrewrite.request import Progress
 from attnrewrite.targets.base import Artifact, Estimate, Run, Target, get_target
 
@@ -31,7 +32,8 @@ class CompareModel:
     """A model to compare, in evaluation mode. The batch of `example_inputs` is what one call is timed with.
 
     Each of `sites` has id, name, variant, heads, head_dim, n_queries, n_keys and note. `any_batch` is the same model
-    for any number of images, where `module` takes one batch size only.
+    for any number of images, where `module` takes one batch size only. `says_classes`: the first output is logits.
+    Image files are read at `input_size`.
     """
 
     name: str
@@ -40,6 +42,8 @@ class CompareModel:
     preprocessing: Preprocessing | None = None
     sites: tuple[dict[str, Any], ...] = ()
     any_batch: nn.Module | None = None
+    says_classes: bool = True
+    input_size: Size | None = None
 
 
 def compare_models(
@@ -56,7 +60,8 @@ def compare_models(
 ) -> Comparison:
     """Compare `models` on `targets`; the first is what the others are held against.
 
-    `images` gives top-1 (where they are labelled) and agreement with the first model; `budget_s` ends the timing early
+    `images` gives top-1 (where they are labelled) and agreement with the first model, or how far outputs are from its
+    own where those are no logits; `budget_s` ends the timing early
     where calls are slow. `options` are for those of the targets that have them. A model that a target cannot take is a
     row that says so, not an error. What `earlier` has measured, of the same models on the same machine, stands: only
     the rest is built and timed.
@@ -132,28 +137,33 @@ def _quality(quality: Evaluation | None, target: Target, runtime: str) -> Evalua
 
 
 def _judged(row: Row, quality: Evaluation | None) -> Row:
-    """A row of an earlier run with what its model is worth on the images of this one."""
-    return row if quality is None else replace(row, top1=quality.top1, agreement=quality.agreement)
+    """A row, maybe of an earlier run, with what its model is worth on the images of this one."""
+    if quality is None:
+        return row
+    return replace(row, top1=quality.top1, agreement=quality.agreement, output_error=quality.error)
 
 
 def evaluated(
     models: Mapping[str, CompareModel], images: Images, progress: Progress | None = None
 ) -> dict[str, Evaluation]:
-    """Top-1 and agreement with the first model, over the same batches."""
+    """Top-1 and agreement with the first model, or the distance from its outputs, over the same batches."""
     first, *others = models.values()
     for model in others:
         if model.preprocessing != first.preprocessing:
             raise InputError(
                 f"{first.name} and {model.name} prepare their images differently: give --mean and --std, for both"
             )
-    return evaluate_modules(
-        {name: model.any_batch or model.module for name, model in models.items()},
-        images,
-        first.preprocessing,
-        input_size=image_size(first.example_inputs[0].shape),
-        reference=next(iter(models)) if others else None,
-        progress=progress,
-    )
+        taken = [[list(each.shape[1:]) for each in one.example_inputs] for one in (first, model)]
+        if taken[0] != taken[1]:
+            raise InputError(
+                f"{first.name} takes inputs of {taken[0]} for an image and {model.name} of {taken[1]}, and cannot be "
+                "given the same data: give models of the same inputs, or leave --data out"
+            )
+    modules = {name: model.any_batch or model.module for name, model in models.items()}
+    how: dict[str, Any] = {"input_size": first.input_size, "progress": progress}
+    if first.says_classes or not others:
+        return evaluate_modules(modules, images, first.preprocessing, reference=first.name if others else None, **how)
+    return evaluate_outputs(modules, images, first.preprocessing, reference=first.name, **how)
 
 
 def prepared(model: CompareModel, target: Target, threads: int) -> tuple[Run, ...]:
@@ -226,7 +236,7 @@ def _row(
     told = latency is None and run.estimate is not None and run.estimate.trusted
     if told and run.estimate is not None:
         time = Quantiles(run.estimate.ms, run.estimate.high)
-    return Row(
+    row = Row(
         model=model.name,
         target=target.name,
         runtime=run.runtime,
@@ -234,8 +244,8 @@ def _row(
         latency_ms=time,
         instructions=run.instructions,
         cycles=run.cycles,
-        top1=quality.top1 if quality else None,
-        agreement=quality.agreement if quality else None,
+        top1=None,
+        agreement=None,
         size_bytes=run.size_bytes,
         params=params,
         macs=macs,
@@ -243,6 +253,7 @@ def _row(
         sites=model.sites,
         note="; ".join(filter(None, (str(run.reason or ""), estimated, run.note))),
     )
+    return _judged(row, quality)
 
 
 def _status(timed: bool, known: bool) -> Status:

@@ -54,6 +54,7 @@ class Row:
     top1, agreement: percentages, the latter with the first model.
     params, macs: parameters, and multiply-adds for one image.
     max_abs_error: the largest difference to the module's own outputs.
+    output_error: of models that give no logits, how far the outputs are from the first model's (`Evaluation.error`).
     note: why something is not known, and what else to know.
     """
 
@@ -72,6 +73,7 @@ class Row:
     max_abs_error: float | None
     sites: tuple[dict[str, Any], ...]
     note: str
+    output_error: float | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from attnrewrite.errors import InputError, first_line
 from attnrewrite.frontends.batches import runnable
 from attnrewrite.frontends.sources import Source
 from attnrewrite.images.dataset import Images, load_images
-from attnrewrite.images.model_inputs import ModelInputs, listed, load_model_inputs
+from attnrewrite.images.model_inputs import ModelInputs, load_model_inputs
 from attnrewrite.images.preprocessing import Size
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.in_batches import with_images
@@ -54,15 +54,6 @@ def load_data(source: Source, data: Any, skip_bad: bool = False) -> Images:
         require_taken(source, images.x.values)
     images.check(source.preprocessing, image_size_of(source))
     return images
-
-
-def require_pictures(source: Source) -> None:
-    """Raise InputError where a model takes more than pictures, or none, as it cannot be measured on them."""
-    if not takes_pictures(source):
-        raise InputError(
-            f"{source.name} takes {listed(input_names(source), source.example_inputs)}, and only models of pictures "
-            "are measured beside an artifact: call both on your own data"
-        )
 
 
 @torch.no_grad()

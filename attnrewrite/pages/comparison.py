@@ -10,21 +10,27 @@ from attnrewrite.evaluation.records import Comparison
 from attnrewrite.pages import charts
 from attnrewrite.pages.render import render
 
+OFF_BY = "the squared difference of the outputs to those of {}, over the energy of these around their mean"
+
 
 def comparison_table(comparison: Comparison) -> Group:
     """A table for the terminal, its notes numbered below it."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     counted = counts_of(comparison)
     headings = ("model", "target", "runtime", "p50 ms", "p90 ms", *counted)
-    for heading in (*headings, "top-1", "agree", "size", "max error", "note"):
+    off = ("off by",) if any(row.output_error is not None for row in comparison.rows) else ()
+    for heading in (*headings, "top-1", "agree", *off, "size", "max error", "note"):
         table.add_column(heading, justify="left" if heading in ("model", "target", "runtime") else "right")
     for row in comparison.rows:
         times = (f"{row.latency_ms.p50:.2f}", f"{row.latency_ms.p90:.2f}") if row.latency_ms else (row.status, "")
         counts = tuple(count(getattr(row, what)) for what in counted)
-        quality = (percent(row.top1), percent(row.agreement), size(row.size_bytes), error(row.max_abs_error))
+        quality = (percent(row.top1), percent(row.agreement), *(error(row.output_error) for _ in off))
+        made = (size(row.size_bytes), error(row.max_abs_error))
         number = f"[{comparison.notes.index(row.note) + 1}]" if row.note else ""
-        table.add_row(*map(Text, (row.model, row.target, row.runtime, *times, *counts, *quality, number)))
-    footnotes = (Text(f"[{number}] {note}") for number, note in enumerate(comparison.notes, 1))
+        table.add_row(*map(Text, (row.model, row.target, row.runtime, *times, *counts, *quality, *made, number)))
+    footnotes = [Text(f"[{number}] {note}") for number, note in enumerate(comparison.notes, 1)]
+    if off:
+        footnotes.insert(0, Text(f"off by: {OFF_BY.format(comparison.models[0])}"))
     return Group(table, *footnotes)
 
 
@@ -41,6 +47,7 @@ def comparison_page(comparison: Comparison) -> str:
         {"percent": percent, "size": size, "count": count, "error": error},
         comparison=comparison,
         counted=counts_of(comparison),
+        off_by=OFF_BY.format(comparison.models[0]) if any(r.output_error is not None for r in comparison.rows) else "",
         bars=charts.bars(comparison),
         # The same plot twice, drawn for its width: text scaled with the picture would be unreadable on a phone.
         plots=[plot for width in (320, 960) if (plot := charts.plot(comparison, width))],

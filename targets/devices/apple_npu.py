@@ -118,12 +118,12 @@ class CoreMLNpu(Target):
 
     def answers(
         self, artifact: Artifact, module: nn.Module, example_inputs: tuple[Tensor, ...]
-    ) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    ) -> Callable[..., tuple[Tensor, ...]]:
         with package.quiet():
             program = interpreter.load(artifact.path / package.NAME)
 
-        def answer(given: Tensor) -> tuple[Tensor, ...]:
-            taken, _ = _as_core_ml_takes((given,))
+        def answer(*given: Tensor) -> tuple[Tensor, ...]:
+            taken, _ = _as_core_ml_takes(given)
             _, found = lowering.answers(program, taken, artifact.labels)
             return tuple(map(torch.from_numpy, found))
 

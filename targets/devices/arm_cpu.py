@@ -67,7 +67,7 @@ class ArmCpu(Target):
 
     def answers(
         self, artifact: Artifact, module: nn.Module, example_inputs: tuple[Tensor, ...]
-    ) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    ) -> Callable[..., tuple[Tensor, ...]]:
         meant = in_precision.meant(in_float32(module, example_inputs), self.precision, self.cpu)
         program = import_program(specialise(meant.module, meant.inputs))
         host = tvm_compat.build_for_cpu(program, HOST, precision=self.precision, stands_for=self.cpu)

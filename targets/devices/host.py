@@ -50,7 +50,7 @@ class Host(Target):
 
     def answers(
         self, artifact: Artifact, module: nn.Module, example_inputs: tuple[Tensor, ...]
-    ) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    ) -> Callable[..., tuple[Tensor, ...]]:
         return in_precision.answering(tvm_compat.answering(artifact.path / LIBRARY, threads=1))
 
     def lower(

@@ -36,6 +36,10 @@ def loss(precision: str) -> Refusal | None:
     return Refusal("int8", "loses accuracy with --precision int8") if precision == INT8 else None
 
 
-def answering(call: Callable[[Sequence[Tensor]], Sequence[np.ndarray]]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """What a program gives that takes one input, a picture, in float32."""
-    return lambda given: tuple(map(torch.from_numpy, call((given.float(),))))
+def answering(call: Callable[[Sequence[Tensor]], Sequence[np.ndarray]]) -> Callable[..., tuple[Tensor, ...]]:
+    """What a program gives that takes inputs like its module's, of any floating-point type in float32."""
+
+    def answer(*given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.from_numpy, call([t.float() if t.is_floating_point() else t for t in given])))
+
+    return answer

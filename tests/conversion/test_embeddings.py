@@ -33,12 +33,11 @@ def test_an_embedding_is_brought_closer_by_its_values_and_no_agreement_is_told(
     assert [each.agreement for each in found.values()] == [None, None]
     assert list(found.values())[1].error is not None
     assert "no agreement: the output of" in caplog.text
-    given: list[Images | None] = []
-    monkeypatch.setattr("attnrewrite.api.compare_models", lambda models, targets, images, **how: given.append(images))
-    for data in (pictures(8), LABELLED):
-        with pytest.raises(AttributeError):  # nothing is compared here
-            attnrewrite.compare({"model": embedding(), "l1": made}, EXAMPLE, data=data)
-    assert given == [None, LABELLED]
+    for data, classes in ((pictures(8), False), (LABELLED, True)):
+        _, row = attnrewrite.compare(
+            {"model": embedding(), "l1": made}, EXAMPLE, targets=["coreml-npu"], data=data
+        ).rows
+        assert [row.agreement is not None, row.output_error is None] == [classes, classes]
 
 
 def test_labels_say_that_it_is_a_classifier_after_all() -> None:

@@ -147,8 +147,28 @@ def test_a_model_of_several_inputs_is_evaluated_on_all_of_them(converted: ar.Con
         assert told.agreement == pytest.approx(100 * float((wanted.argmax(1) == found.argmax(1)).double().mean()))
     with pytest.raises(InputError, match=r"takes 2 inputs \(picture, kept\), and what is given is one Tensor"):
         ar.evaluate(converted, PICTURES)
-    with pytest.raises(InputError, match=r"takes 2 inputs \(picture, kept\), and only models of pictures are measured"):
-        ar.lower(converted, "host", tmp_path / "out", data=PICTURES)
+
+
+@pytest.mark.parametrize(("target", "least"), [("host", 1e-9), ("coreml-npu", 1e-4)])
+def test_an_artifact_of_several_inputs_is_measured_on_all_of_them(
+    target: str, least: float, converted: ar.Conversion, tmp_path: Path
+) -> None:
+    pytest.importorskip("tvm" if target == "host" else "coremltools")
+    np.savez(tmp_path / "both.npz", picture=PICTURES[:6].numpy(), kept=KEPT[:6].numpy())
+    made = ar.lower(converted, target, tmp_path / "out", data=tmp_path / "both.npz")
+    artifact = made.measured["artifact"]
+    assert (artifact["n"], artifact["agreement"], artifact["top1"]) == (6, 100.0, None)
+    assert 0 < artifact["logit_mse"] < least
+    with pytest.raises(InputError, match=r"takes 2 inputs \(picture, kept\), and what is given is one Tensor"):
+        ar.lower(converted, target, tmp_path / "other", data=PICTURES)
+    assert not (tmp_path / "other").exists()
+
+
+def test_models_of_several_inputs_are_compared_on_all_of_them(converted: ar.Conversion, tmp_path: Path) -> None:
+    models = {"original": Prompted().eval(), "l1": converted}
+    _, row = ar.compare(models, converted.example_inputs, targets=["coreml-npu"], data=[(PICTURES, KEPT)]).rows
+    told = list(ar.evaluate(converted, [(PICTURES, KEPT)]).values())[-1]
+    assert (row.agreement, row.output_error) == (told.agreement, None)
 
 
 class Frames(Prompted):

@@ -234,6 +234,12 @@ def test_models_that_prepare_their_images_differently_are_refused(
         compare_models(models, ["far"], images)
 
 
+def test_models_that_take_other_inputs_are_refused(models: dict[str, CompareModel], images: Images) -> None:
+    models["exchanged"] = replace(models["exchanged"], example_inputs=(torch.zeros(1, 1, 2, 1),))
+    with pytest.raises(InputError, match=r"original takes inputs of \[\[1, 1, 2\]\] for an image and exchanged of"):
+        compare_models(models, ["far"], images)
+
+
 def test_nothing_to_compare_is_refused() -> None:
     with pytest.raises(InputError, match="nothing to compare"):
         compare_models({}, ["near"])

@@ -135,6 +135,16 @@ def test_a_converted_model_of_maps_is_held_against_its_original(
         ar.evaluate(dense, [torch.from_numpy(each) for each in pictures], input_size="3x8x8")
 
 
+def test_models_of_maps_are_compared_by_every_output(dense: Dense, pictures: np.ndarray) -> None:
+    converted = ar.convert(dense, (torch.from_numpy(pictures[:1]),), variant="l1")
+    data = list(torch.from_numpy(pictures))
+    found = ar.compare({"maps": dense, "l1": converted}, converted.example_inputs, targets=["coreml-npu"], data=data)
+    (own, *_), (other, *_) = (found.of(name) for name in ("maps", "l1"))
+    assert own.output_error is None
+    assert other.output_error == list(ar.evaluate(converted, data).values())[-1].error
+    assert (other.top1, other.agreement) == (None, None)
+
+
 @pytest.mark.parametrize(("target", "most"), [("host", 1e-10), ("coreml-npu", 1e-5)])
 def test_an_artifact_is_held_against_its_model_by_every_output(
     target: str, most: float, dense: Dense, pictures: np.ndarray, tmp_path: Path

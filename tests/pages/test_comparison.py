@@ -32,10 +32,15 @@ KEYS = [
     "max_abs_error",
     "sites",
     "note",
+    "output_error",
 ]
 UNLABELLED = Comparison({}, tuple(replace(row, top1=None) for row in COMPARISON.rows))
 UNTIMED = Comparison({}, tuple(row for row in COMPARISON.rows if row.status == "unavailable"))
 TIMED_ALONE = Comparison({}, tuple(replace(row, top1=None, agreement=None) for row in COMPARISON.rows))
+MAPS = Comparison(
+    {},
+    tuple(replace(row, top1=None, agreement=None, output_error=0.25 * (row.model == "l1")) for row in COMPARISON.rows),
+)
 PLAIN = Comparison({"processor": "a processor"}, COMPARISON.rows[:3])
 
 
@@ -87,7 +92,7 @@ def test_the_table_has_columns_for_instructions_and_cycles_where_they_are_known(
     assert [part in page for part in ("instructions</th>", "cycles</th>", "56.4 M</td>", "30.1 M</td>")] == [True] * 4
 
 
-@pytest.mark.parametrize("comparison", [COMPARISON, UNLABELLED, UNTIMED, TIMED_ALONE, PLAIN])
+@pytest.mark.parametrize("comparison", [COMPARISON, UNLABELLED, UNTIMED, TIMED_ALONE, MAPS, PLAIN])
 def test_the_page_stands_alone_and_escapes_names(comparison: Comparison, tmp_path: Path) -> None:
     page = comparison.to_html(tmp_path / "a" / "report.html").read_text(encoding="utf-8")
     assert re.findall(r"(?:src|href)=[\"'](?!#)|url\(|@import|<script|<link", page) == []
@@ -96,6 +101,19 @@ def test_the_page_stands_alone_and_escapes_names(comparison: Comparison, tmp_pat
         assert row.note in page
     assert "NaN" not in page
     assert "None" not in page
+
+
+def test_how_far_outputs_are_off_is_told_where_there_are_no_classes(tmp_path: Path) -> None:
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(MAPS.to_table())
+    assert "agree   off by" in capture.get()
+    assert "2.5e-01" in capture.get()
+    assert "off by: the squared difference of the outputs to those of original" in capture.get()
+    page = MAPS.to_html(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert '<th class="number">off by</th>' in page
+    assert "these models give no classes" in page
+    assert "off by" not in PLAIN.to_html(tmp_path / "plain.html").read_text(encoding="utf-8")
 
 
 def test_a_page_that_cannot_be_written_says_where(tmp_path: Path) -> None:
