@@ -62,7 +62,7 @@ def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tup
     for models that count images by the clip.
 
     Floating-point inputs have the example's mean and spread (0 and 1 where it is constant), integers lie in the range
-    that the example shows. Masks (two values, or one above 0) differ from the example's here and there, except for the
+    that the example shows; of three axes or more ([images, tokens, numbers]) whole rows of the example are drawn. Masks (two values, or one above 0) differ from the example's here and there, except for the
     first key of each row: a query that sees no key at all has no answer.
 
     Raises:
@@ -175,6 +175,9 @@ def _values(example: Tensor, tiled: Tensor, kind: _Kind, generator: torch.Genera
     if mask and (not example.is_floating_point() or kind.numbers == "own"):
         return _flipped(tiled, low, high, kind.flipped, generator)
     if not example.is_floating_point():
+        rows = example.flatten(0, -2) if example.dim() > 2 and not picture else example[:0]
+        if len(rows.unique(dim=0)) > 1:  # what belongs together, as the numbers of a box, keeps to its order
+            return rows[torch.randint(len(rows), size[:-1], generator=generator)]
         least, most = (0, 255) if picture else (int(low), int(high))
         return torch.randint(least, most + 1, size, generator=generator).to(example.dtype)
     return _numbers(example, size, kind, generator).to(example.dtype)

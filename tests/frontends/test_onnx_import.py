@@ -10,8 +10,9 @@ import torch
 from onnx_spellings import NOT_ON_PROCESSORS, SPELLINGS, proto, spelled
 from torch import Tensor, nn
 
-from attnrewrite.errors import InputError
+from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.capture import capture
+from attnrewrite.frontends.onnx.call import Call
 from attnrewrite.frontends.onnx.importer import TOLERANCE, difference, example_inputs, import_graph
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
@@ -22,6 +23,17 @@ IMAGE = "float[B,6,9,9] x"
 TOKENS = "float[B,10,16] x"
 # name: (opset, input, body), the result is y
 OPERATORS = {
+    "rows at as many constant places as there are images": (
+        17,
+        TOKENS,
+        """
+            n = Shape<end=2>(x)
+            none = Constant<value_int=0>()
+            i = Expand(none, n)
+            t = Gather(wq, i)
+            y = Add(x, t)
+        """,
+    ),
     "arithmetic": (
         17,
         TOKENS,
@@ -456,6 +468,14 @@ def test_a_model_in_half_precision_is_held_to_what_it_means() -> None:
 def test_what_cannot_be_imported_is_named(body: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         import_graph(OnnxGraph(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float y"))))
+
+
+def test_what_holds_the_batch_that_it_was_read_with_is_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = OPERATORS["rows at as many constant places as there are images"][2]
+    graph = OnnxGraph(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float y")))
+    monkeypatch.setattr(Call, "is_settled", lambda call, place: graph.is_constant(call.name(place)))
+    with pytest.raises(CheckFailedError, match="does not take a batch of 3"):
+        import_graph(graph)
 
 
 def test_a_third_party_file_is_imported(shared: Path) -> None:

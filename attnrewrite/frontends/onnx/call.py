@@ -71,6 +71,11 @@ class Call:
     def operands(self) -> list[Any]:
         return [self.operand(place) for place in range(len(self.node.inputs)) if self.has(place)]
 
+    def is_settled(self, place: int) -> bool:
+        """Whether an operand is a constant, of as many and the same elements for any batch."""
+        name, view = self.name(place), self.importer.view
+        return view.is_constant(name) and not view.batch_axes(name) and name not in view.prepared.varying
+
     def numbers(self, place: int) -> np.ndarray:
         """The elements of a constant operand."""
         if not self.importer.view.is_constant(self.name(place)):

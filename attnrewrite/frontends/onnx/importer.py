@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from attnrewrite.errors import CheckFailedError, InputError
+from attnrewrite.errors import CheckFailedError, InputError, first_line
 from attnrewrite.frontends.onnx.arithmetic import OPERATORS
 from attnrewrite.frontends.onnx.call import Call, Translation, torch_dtype
 from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, run
@@ -32,7 +32,8 @@ TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS | ROUNDINGS
 
 
 def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
-    """`graph` as a torch module, and inputs that it runs on; checked against onnxruntime on these.
+    """`graph` as a torch module, and inputs that it runs on; checked against onnxruntime on these and, where the batch
+    is open, on one image more: what holds the batch as a number is right with the one that the graph was read with.
 
     Parameters are named by `attribute_name` of the initialisers.
 
@@ -44,13 +45,23 @@ def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
     _require_numbers(graph.source)
     module = _Importer(graph).run()
     inputs = example_inputs(graph)
-    error = difference(graph.source, module, inputs)
+    _compare(graph, module, inputs)
+    if graph.prepared.open_batch:
+        _compare(graph, module, example_inputs(graph, graph.prepared.batch + 1))
+    return module, inputs
+
+
+def _compare(graph: OnnxGraph, module: GraphModule, inputs: tuple[Tensor, ...]) -> None:
+    try:
+        error = difference(graph.source, module, inputs)
+    except RuntimeError as fault:  # what torch raises where the module does not take them
+        told = f"the imported model does not take a batch of {len(inputs[0])} ({first_line(fault)}); please report it"
+        raise CheckFailedError(told) from fault
     if not error <= TOLERANCE:
         _require_an_answer(graph.source, inputs)
         raise CheckFailedError(
             f"the imported model differs from onnxruntime by {error:.2e} (allowed {TOLERANCE:.0e}); please report it"
         )
-    return module, inputs
 
 
 def _require_numbers(model: ir.Model) -> None:
@@ -68,16 +79,21 @@ def _require_an_answer(model: ir.Model, inputs: tuple[Tensor, ...]) -> None:
         )
 
 
-def example_inputs(graph: OnnxGraph) -> tuple[Tensor, ...]:
-    """Random inputs of the graph's sizes: normal numbers, or whole ones, up to 255 or as many as a table has rows.
+def example_inputs(graph: OnnxGraph, batch: int | None = None) -> tuple[Tensor, ...]:
+    """Random inputs of the graph's sizes, of so many images where its batch is open (None: as it was read): normal
+    numbers, or whole ones, up to 255 or as many as a table has rows.
 
     No row of truths is all true or all false: a mask that drops every key would leave a query without an answer.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, images = torch.Generator().manual_seed(0), batch or graph.prepared.batch
     found = []
     for value in real_inputs(graph.prepared.model.graph):
-        size = graph.shape(str(value.name))
-        dtype = torch_dtype(graph.dtype(str(value.name)))
+        name = str(value.name)
+        size = [
+            length // graph.prepared.batch * images if axis in graph.batch_axes(name) else length
+            for axis, length in enumerate(graph.shape(name))
+        ]
+        dtype = torch_dtype(graph.dtype(name))
         if dtype.is_floating_point:
             found.append(torch.randn(size, generator=generator, dtype=torch.float32).to(dtype))
         else:

@@ -77,7 +77,7 @@ def _concat(call: Call) -> Node:
 
 def _gather(call: Call) -> Node:
     axis = call.axis(0)
-    if not call.importer.view.is_constant(call.name(1)):
+    if not call.is_settled(1):
         plain = len(call.shape(1)) == 1
         flat = call.operand(1) if plain else call.emit(torch.reshape, call.operand(1), [-1])
         taken = call.emit(torch.index_select, call.operand(0), axis, flat)
@@ -125,8 +125,7 @@ def _gather_nd(call: Call) -> Node:
 def _scatter_nd(call: Call) -> Node:
     if call.attribute("reduction", "none") != "none":
         raise call.unsupported("it reduces")
-    known = call.importer.view.is_constant(call.name(1))
-    box = box_of(call.numbers(1), call.shape(0)) if known else None
+    box = box_of(call.numbers(1), call.shape(0)) if call.is_settled(1) else None
     if box is None:
         return call.emit(scatter_nd, call.operand(0), call.operand(1), call.operand(2))
     return _written(call, call.operand(0), tuple(box.items()))
