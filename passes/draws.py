@@ -62,8 +62,9 @@ def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tup
     for models that count images by the clip.
 
     Floating-point inputs have the example's mean and spread (0 and 1 where it is constant), integers lie in the range
-    that the example shows; of three axes or more ([images, tokens, numbers]) whole rows of the example are drawn. Masks (two values, or one above 0) differ from the example's here and there, except for the
-    first key of each row: a query that sees no key at all has no answer.
+    that the example shows; of three axes or more ([images, tokens, numbers]) whole rows of the example are drawn. Masks
+    (two values, or one above 0) differ from the example's here and there, except for the first key of each row: a query
+    that sees no key at all has no answer.
 
     Raises:
         InputError: `example` is not what `graph` takes.

@@ -23,6 +23,17 @@ IMAGE = "float[B,6,9,9] x"
 TOKENS = "float[B,10,16] x"
 # name: (opset, input, body), the result is y
 OPERATORS = {
+    "whole numbers within bounds name rows": (
+        17,
+        TOKENS,
+        """
+            i = Cast<to=7>(x)
+            none = Constant<value_int=0>()
+            last = Constant<value_int=15>()
+            c = Clip(i, none, last)
+            y = Gather(wq, c)
+        """,
+    ),
     "rows at as many constant places as there are images": (
         17,
         TOKENS,
@@ -366,6 +377,29 @@ def test_whole_numbers_of_an_example_name_rows_that_a_table_has() -> None:
     )
     assert (example.dtype, int(example.min()), int(example.max())) == (torch.int64, 0, 15)
     assert module(example).shape == (2, 1, 99, 16)
+
+
+def test_whole_numbers_that_are_a_mask_leave_every_query_an_answer() -> None:
+    """Of 0 to 127, all but 1 would drop a key, or make its score infinite."""
+    body = """
+        f = Cast<to=1>(mask) one = Constant<value_float=1.0>() g = Sub(one, f)
+        low = Constant<value_float=-3.4028235e38>() b = Mul(g, low) axes = Constant<value_ints=[1]>()
+        u = Unsqueeze(b, axes) t = Transpose<perm=[0,2,1]>(x) s = MatMul(x, t) m = Add(s, u) p = Softmax(m)
+        y = MatMul(p, x)
+    """
+    graph = OnnxGraph(ir.serde.deserialize_model(proto(body, 17, f"{TOKENS}, int64[B,10] mask", "float[B,10,16] y")))
+    _, (_, mask) = import_graph(graph)
+    assert mask.unique().tolist() == [0, 1]
+
+
+def test_whole_numbers_of_which_truths_are_read_are_drawn_as_such() -> None:
+    body = """
+        u = Identity(mask) f = Cast<to=9>(u) g = Cast<to=1>(f) axes = Constant<value_ints=[2]>()
+        h = Unsqueeze(g, axes) y = Mul(x, h)
+    """
+    graph = OnnxGraph(ir.serde.deserialize_model(proto(body, 17, f"{TOKENS}, int64[B,10] mask", "float[B,10,16] y")))
+    _, mask = example_inputs(graph)
+    assert mask.unique().tolist() == [0, 1]
 
 
 def test_no_row_of_truths_of_an_example_is_all_true_or_all_false() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.frontends.capture import capture
-from attnrewrite.passes.draws import arithmetic_inputs, drawn, in_one_batch
+from attnrewrite.passes.draws import arithmetic_inputs, drawn, drawn_alike, in_one_batch
 
 
 class Sum(nn.Module):
@@ -51,6 +51,16 @@ def test_what_an_example_cannot_show_is_drawn_all_the_same() -> None:
     assert set(as_mask.unique().tolist()) == {0.0, 1.0}
     assert all(not set(numbers.unique().tolist()) <= {0.0, 1.0} for numbers in as_numbers)
     assert set(mixed.inputs[1][:, :3].unique().tolist()) <= {0.0, 1.0} < set(mixed.inputs[1].unique().tolist())
+
+
+def test_numbers_that_belong_together_keep_to_their_order() -> None:
+    """Boxes: left, top, right, bottom; a model may look up how wide they are."""
+    corners = torch.arange(18).reshape(1, 9, 2)
+    boxes = torch.cat([corners, corners + torch.tensor([3, 5])], 2)
+    _, two = drawn_alike((boxes,))
+    (found,) = two.inputs
+    assert not torch.equal(found, boxes)
+    assert (found[..., 2:] - found[..., :2]).unique(dim=1).tolist() == [[[3, 5]]]
 
 
 def test_a_draw_has_a_part_of_each_kind_where_it_has_room() -> None:

@@ -48,7 +48,7 @@ def _cast(call: Call) -> Node:
 def _clip(call: Call) -> Node:
     if call.opset < 11:
         return call.emit(torch.clamp, call.operand(0), call.attribute("min"), call.attribute("max"))
-    low, high = (float(call.numbers(place).reshape(())) if call.has(place) else None for place in (1, 2))
+    low, high = (call.numbers(place).item() if call.has(place) else None for place in (1, 2))
     return call.emit(torch.clamp, call.operand(0), low, high)
 
 

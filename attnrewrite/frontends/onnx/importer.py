@@ -5,6 +5,7 @@ open. Every operator that is translated is in `arithmetic`, `movement` and `laye
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import zip_longest
 from keyword import iskeyword
 from typing import Any
@@ -28,6 +29,8 @@ from attnrewrite.patterns.onnx.operators import QUANTISED, SHAPE_ONLY, UNQUANTIS
 from attnrewrite.patterns.onnx.recognise import attribute_name
 from attnrewrite.patterns.onnx.sizes import reading, real_inputs
 
+NUMBERS = range(128), range(2), range(1, 2)  # that name no row: any; such as a mask has; of one that keeps all
+
 TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS | ROUNDINGS
 
 
@@ -44,17 +47,29 @@ def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
     """
     _require_numbers(graph.source)
     module = _Importer(graph).run()
-    inputs = example_inputs(graph)
-    _compare(graph, module, inputs)
+    inputs, numbers = _answered(graph, module)
     if graph.prepared.open_batch:
-        _compare(graph, module, example_inputs(graph, graph.prepared.batch + 1))
+        _compare(graph, module, example_inputs(graph, numbers, graph.prepared.batch + 1))
     return module, inputs
+
+
+def _answered(graph: OnnxGraph, module: GraphModule) -> tuple[tuple[Tensor, ...], range]:
+    """Inputs that the model has an answer for, which the module has been compared on, and their whole numbers."""
+    *first, last = NUMBERS
+    for numbers in first:
+        inputs = example_inputs(graph, numbers)
+        with suppress(InputError):
+            _compare(graph, module, inputs)
+            return inputs, numbers
+    inputs = example_inputs(graph, last)
+    _compare(graph, module, inputs)
+    return inputs, last
 
 
 def _compare(graph: OnnxGraph, module: GraphModule, inputs: tuple[Tensor, ...]) -> None:
     try:
         error = difference(graph.source, module, inputs)
-    except RuntimeError as fault:  # what torch raises where the module does not take them
+    except (RuntimeError, IndexError) as fault:  # what torch raises where the module does not take them
         told = f"the imported model does not take a batch of {len(inputs[0])} ({first_line(fault)}); please report it"
         raise CheckFailedError(told) from fault
     if not error <= TOLERANCE:
@@ -79,9 +94,9 @@ def _require_an_answer(model: ir.Model, inputs: tuple[Tensor, ...]) -> None:
         )
 
 
-def example_inputs(graph: OnnxGraph, batch: int | None = None) -> tuple[Tensor, ...]:
+def example_inputs(graph: OnnxGraph, numbers: range = NUMBERS[0], batch: int | None = None) -> tuple[Tensor, ...]:
     """Random inputs of the graph's sizes, of so many images where its batch is open (None: as it was read): normal
-    numbers, or whole ones, up to 255 or as many as a table has rows.
+    numbers, bytes, truths, or whole numbers: of `numbers`, or as many as a table has rows.
 
     No row of truths is all true or all false: a mask that drops every key would leave a query without an answer.
     """
@@ -96,13 +111,24 @@ def example_inputs(graph: OnnxGraph, batch: int | None = None) -> tuple[Tensor, 
         dtype = torch_dtype(graph.dtype(name))
         if dtype.is_floating_point:
             found.append(torch.randn(size, generator=generator, dtype=torch.float32).to(dtype))
-        else:
-            top = 2 if dtype == torch.bool else 256 if dtype == torch.uint8 else 128
-            rows = min([top, *_rows_looked_up(graph, value)])
-            found.append(torch.randint(0, rows, size, generator=generator).to(dtype))
-        if dtype == torch.bool and size and size[-1] > 1:
-            found[-1][..., 0], found[-1][..., -1] = True, False
+            continue
+        rows = list(_rows_looked_up(graph, value))
+        truths = range(2) if dtype == torch.bool or _only_truths_are_read(value) else None
+        own = truths or (range(256) if dtype == torch.uint8 else range(min([128, *rows])) if rows else numbers)
+        found.append(torch.randint(own.start, own.stop, size, generator=generator).to(dtype))
+        if own == range(2) and size and size[-1] > 1:
+            found[-1][..., 0], found[-1][..., -1] = 1, 0
     return tuple(found)
+
+
+def _only_truths_are_read(value: ir.Value) -> bool:
+    """Whether all that is asked of a value's numbers is which are zero, as of a mask."""
+    readers = [node for node, _ in value.uses()]
+    return bool(readers) and all(
+        node.attributes.get_int("to", 0) == ir.DataType.BOOL
+        or (node.op_type in _SAME_NUMBERS | {"Concat"} and _only_truths_are_read(node.outputs[0]))
+        for node in readers
+    )
 
 
 def _rows_looked_up(graph: OnnxGraph, value: ir.Value) -> Iterator[int]:
