@@ -62,9 +62,9 @@ def drawn(graph: GraphModule, example: tuple[Tensor, ...], seed: int = 0) -> tup
     for models that count images by the clip.
 
     Floating-point inputs have the example's mean and spread (0 and 1 where it is constant), integers lie in the range
-    that the example shows; of three axes or more ([images, tokens, numbers]) whole rows of the example are drawn. Masks
-    (two values, or one above 0) differ from the example's here and there, except for the first key of each row: a query
-    that sees no key at all has no answer.
+    that the example shows; of three axes ([images, tokens, numbers]) whole rows of the example are drawn. Masks (two
+    values, or one above 0) differ from the example's here and there, except for the first key of each row: a query that
+    sees no key at all has no answer.
 
     Raises:
         InputError: `example` is not what `graph` takes.
@@ -176,7 +176,7 @@ def _values(example: Tensor, tiled: Tensor, kind: _Kind, generator: torch.Genera
     if mask and (not example.is_floating_point() or kind.numbers == "own"):
         return _flipped(tiled, low, high, kind.flipped, generator)
     if not example.is_floating_point():
-        rows = example.flatten(0, -2) if example.dim() > 2 and not picture else example[:0]
+        rows = example.flatten(0, 1) if example.dim() == 3 else example[:0]
         if len(rows.unique(dim=0)) > 1:  # what belongs together, as the numbers of a box, keeps to its order
             return rows[torch.randint(len(rows), size[:-1], generator=generator)]
         least, most = (0, 255) if picture else (int(low), int(high))
