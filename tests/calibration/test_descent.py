@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fits import KINDS, calibration, error_on_others, pictures
+from searches import IMAGES, first_site, samples
 
 from attnrewrite.calibration import descent
 from attnrewrite.calibration.branches import branches
@@ -17,31 +18,10 @@ from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput
 from attnrewrite.passes.site_module import SiteModule
-from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.variants.registry import get_variant, variants
 
 FORMS = [name for name in sorted(variants()) if name not in {"softmax", "polynomial"}]  # far off before `refine`
 CLOSER = {"masked": 0.97}  # of the error before at most, the others 0.95: its values stay
-IMAGES = 800
-
-
-def first_site(form: str = "l1", kind: str = "pre-norm", **options: Any) -> tuple[SiteModule, SiteModule]:
-    """The student's and the teacher's, in float64."""
-    given = calibration(kind, get_variant(form, options))
-    student, teacher = (next(iter(rewritten_sites(each).values())) for each in (given.student, given.teacher))
-    return student.double(), teacher.double()
-
-
-@torch.no_grad()
-def samples(site: SiteModule, teacher: SiteModule, size: int = IMAGES, seed: int = 0) -> Iterator[Sample]:
-    """What the teacher gives for tokens of 5 directions, in batches of so many images."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens, mixing = (
-        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((IMAGES, 36, 5), (5, 8))
-    )
-    for part in (tokens @ mixing).split(size):
-        sample = sampled(teacher, (part,), part, part.new_ones(part.shape[:2]), len(part))
-        yield sampled(site, (part,), output(teacher, sample), sample.counts, len(part))
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_descent import first_site, samples
+from searches import first_site, samples
 from torch import Tensor
 
 from attnrewrite.calibration import descent
