@@ -321,18 +321,20 @@ def compare(
         InputError: a model, a target or the data cannot be used.
     """
     count = 1 if threads is None else thread_count(threads)
+    sources = {
+        name: _sound(load_beside(model, models.values(), example_inputs, **how))
+        for name, model in required("models", models, Mapping).items()
+    }
+    first = next(iter(sources.values()), None)
+    images = None if data is None or first is None else load_data(first, data)
+    # of one model alone nothing else can be told; the others answer the same question as the first
+    classes = first is None or images is None or len(sources) == 1 or _classifies(first, images)
     compared = {}
-    images: Images | None = None
-    classes = True
-    for name, model in required("models", models, Mapping).items():
-        loaded = _sound(load_beside(model, models.values(), example_inputs, **how))
-        if data is not None and images is None:
-            images = load_data(loaded, data)
-            classes = len(models) == 1 or _classifies(loaded, images)  # the others answer the same question
+    for name, loaded in sources.items():
         module, free = runnable(loaded), None if data is None else any_batch(loaded)
-        inputs = _one_call(loaded, module)
+        inputs, sites = _one_call(loaded, module), sites_of(models[name], loaded)
         compared[name] = CompareModel(
-            name, module, inputs, loaded.preprocessing, sites_of(model, loaded), free, classes, image_size_of(loaded)
+            name, module, inputs, loaded.preprocessing, sites, free, classes, image_size_of(loaded)
         )
     options = {"cpu": cpu, "precision": precision, "rpc": rpc, "rpc_timeout": rpc_timeout, "device": device}
     options |= {"development_team": development_team, "device_timeout": device_timeout}

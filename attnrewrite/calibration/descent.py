@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnrewrite.calibration.recorded import Recorded, Recorder, recorder_for
+from attnrewrite.calibration.recorded import Recorded, recorder_for
 from attnrewrite.calibration.train import Schedule
 from attnrewrite.passes.site_module import ProjectedRead, ProjectedWrite, SiteModule, tokens_of
 from attnrewrite.variants.base import Form
@@ -171,7 +171,7 @@ def search(site: SiteModule, samples: Iterable[Sample], images: int, copies: int
     groups = [min(held, fitted - start) for start in range(0, fitted, held)]
     steps = [math.ceil(_times(images, own * tokens) * group / size) for group in groups]
     before, found = (copy.deepcopy(site).to(wide(stream.batch.wanted).dtype) for _ in range(2))
-    descent = _Descent(found, Schedule(sum(steps), 1.0), size, recorder_for(stream.batch.wanted.device))
+    descent = _Descent(found, Schedule(sum(steps), 1.0), size)
     for group, some in zip(groups, steps, strict=True):
         descent.through(stream.take(group), some)
     check = stream.take(checked)
@@ -254,18 +254,19 @@ def _joined_bias(given: list[tuple[Tensor | None, int]]) -> Tensor | None:
 class _Descent:
     """Adam on what a search changes of `site`, along `schedule`, by so many rows (`size`) a step."""
 
-    def __init__(self, site: SiteModule, schedule: Schedule, size: int, recorder: Recorder | None) -> None:
+    def __init__(self, site: SiteModule, schedule: Schedule, size: int) -> None:
         self.site, self.schedule, self.size = site, schedule, size
         site.requires_grad_(False)
         self.weights = _Flat(searched(site))
         scaled = self.weights.scaled
+        self.recorder = recorder_for(scaled.device)
         # a tensor, as a number would be the same in all recorded steps; torch's kernels for GPUs read a float32
         precision = torch.float64 if scaled.device.type == "cpu" else torch.float32
         self.rate = torch.zeros((), dtype=precision, device=scaled.device)
         self.optimizer = torch.optim.Adam(
-            [scaled], lr=self.rate, eps=LEAST_GRADIENT, fused=True, capturable=recorder is not None
+            [scaled], lr=self.rate, eps=LEAST_GRADIENT, fused=True, capturable=self.recorder is not None
         )
-        self.recorder, self.done, self.scale = recorder, 0, 0.0
+        self.done, self.scale = 0, 0.0
 
     def through(self, sample: Sample, steps: int) -> None:
         """So many `steps` on the rows of `sample`."""

@@ -116,7 +116,7 @@ def joined_processes() -> Processes:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus and local >= gpus:
         raise InputError(
-            f"torchrun started more processes than this machine's {gpus} GPU{'s' * (gpus > 1)}, and two share none: "
+            f"torchrun started more processes than this machine's {gpus} GPU{'s' * (gpus > 1)}, and no two share one: "
             f"give --nproc-per-node {gpus}, or CUDA_VISIBLE_DEVICES='' to use the processors"
         )
     device = f"cuda:{local}" if gpus else "cpu"

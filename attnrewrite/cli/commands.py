@@ -173,10 +173,10 @@ def lower(
         chosen.require_answers(data)
     elif any(value is not None for value in asdict(model).values()):
         raise InputError("options of models say nothing of a package, which is laid out as it is: leave them out")
-    if packaged and data is not None:
-        raise InputError("a package that is laid out anew has no model to be measured beside: leave --data out")
     loaded: Any = source if packaged else _load(source, model, run)
-    images = None if data is None else load_data(loaded, data, skip_bad).sample(samples, run.execution.seed)
+    images: Any = data  # which a package is refused with
+    if data is not None and not packaged:
+        images = load_data(loaded, data, skip_bad).sample(samples, run.execution.seed)
     if run.dry_run:
         if chosen.takes_pictures and not packaged:
             require_picture(loaded.name, tuple(each[:1] for each in loaded.example_inputs), loaded.preprocessing)

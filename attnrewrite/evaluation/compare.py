@@ -32,7 +32,7 @@ class CompareModel:
     """A model to compare, in evaluation mode. The batch of `example_inputs` is what one call is timed with.
 
     Each of `sites` has id, name, variant, heads, head_dim, n_queries, n_keys and note. `any_batch` is the same model
-    for any number of images, where `module` takes one batch size only. `says_classes`: the first output is logits.
+    for any number of images, where `module` takes one batch size only. `classifies`: the first output is logits.
     Image files are read at `input_size`.
     """
 
@@ -42,7 +42,7 @@ class CompareModel:
     preprocessing: Preprocessing | None = None
     sites: tuple[dict[str, Any], ...] = ()
     any_batch: nn.Module | None = None
-    says_classes: bool = True
+    classifies: bool = True
     input_size: Size | None = None
 
 
@@ -161,7 +161,7 @@ def evaluated(
             )
     modules = {name: model.any_batch or model.module for name, model in models.items()}
     how: dict[str, Any] = {"input_size": first.input_size, "progress": progress}
-    if first.says_classes or not others:
+    if first.classifies or not others:
         return evaluate_modules(modules, images, first.preprocessing, reference=first.name if others else None, **how)
     return evaluate_outputs(modules, images, first.preprocessing, reference=first.name, **how)
 

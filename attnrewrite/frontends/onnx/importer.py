@@ -30,7 +30,8 @@ from attnrewrite.patterns.onnx.recognise import attribute_name
 from attnrewrite.patterns.onnx.sizes import reading, real_inputs
 
 NUMBERS = range(128), range(2), range(1, 2)  # that name no row: any; such as a mask has; of one that keeps all
-DRAWS, LITTLE = 3, 1e-2
+DRAWS = 3  # of inputs that are compared on, at most, where the one before was off by no more than
+LITTLE = 1e-2
 
 TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS | ROUNDINGS
 
@@ -66,8 +67,8 @@ def _answered(graph: OnnxGraph, module: GraphModule) -> tuple[tuple[Tensor, ...]
 def _compared(graph: OnnxGraph, module: GraphModule, numbers: range, batch: int | None = None) -> tuple[Tensor, ...]:
     """Random inputs on which the module gives what onnxruntime does.
 
-    Where it is off by little, others are drawn: in an ill-conditioned model rounding is as large now and then, and what
-    is wrong is so on all.
+    Where it is off by little, others are drawn: in an ill-conditioned model rounding is as large now and then. A wrong
+    translation as small is seen where it shows on all of them.
     """
     for seed in range(DRAWS):
         inputs = example_inputs(graph, numbers, batch, seed)
