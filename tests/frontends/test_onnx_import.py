@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.onnx.call import Call
-from attnrewrite.frontends.onnx.importer import TOLERANCE, difference, example_inputs, import_graph
+from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, explained
+from attnrewrite.frontends.onnx.importer import example_inputs, import_graph
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
@@ -513,14 +514,31 @@ def test_what_holds_the_batch_that_it_was_read_with_is_no_import(monkeypatch: py
         import_graph(graph)
 
 
-@pytest.mark.parametrize(("errors", "taken"), [([3e-4, 2e-5], True), ([3e-4] * 3, False), ([0.5, 2e-5], False)])
+@pytest.mark.parametrize(
+    ("errors", "taken"), [([3e-4, 2e-5, 2e-5], True), ([3e-4, 2e-5, 3e-4], False), ([0.5, 2e-5, 2e-5], False)]
+)
 def test_little_differences_are_looked_at_on_other_inputs(
     errors: list[float], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, found = OnnxGraph(spelled("plain")), iter([*errors, *[0.0] * 2])
+    graph, found = OnnxGraph(spelled("plain")), iter([*errors, *[0.0] * 3])
     monkeypatch.setattr("attnrewrite.frontends.onnx.importer.difference", lambda *_: next(found))
     with nullcontext() if taken else pytest.raises(CheckFailedError, match=f"by {errors[0]:.2e}"):
         import_graph(graph)
+
+
+@pytest.mark.parametrize(
+    ("body", "lost"),
+    [
+        ("big = Constant<value_float=2e3>() f = Add(x, big) m = ReduceMean<axes=[2]>(f) y = Sub(m, big)", True),
+        ("y = ReduceMean<axes=[2]>(x)", False),
+    ],
+)
+def test_what_float32_loses_in_the_module_explains_a_difference(body: str, lost: bool) -> None:
+    graph = OnnxGraph(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float y")))
+    module, inputs = import_graph(graph)
+    allowed = explained(graph.source, module, inputs)
+    assert difference(graph.source, module, inputs) <= allowed
+    assert (allowed > TOLERANCE) is lost
 
 
 def test_a_third_party_file_is_imported(shared: Path) -> None:

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from attnrewrite.errors import CheckFailedError, InputError, first_line
 from attnrewrite.frontends.onnx.arithmetic import OPERATORS
 from attnrewrite.frontends.onnx.call import Call, Translation, torch_dtype
-from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, run
+from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, explained, run
 from attnrewrite.frontends.onnx.layers import LAYERS
 from attnrewrite.frontends.onnx.movement import MOVES
 from attnrewrite.frontends.onnx.quantised import INTEGERS
@@ -30,7 +30,7 @@ from attnrewrite.patterns.onnx.recognise import attribute_name
 from attnrewrite.patterns.onnx.sizes import reading, real_inputs
 
 NUMBERS = range(128), range(2), range(1, 2)  # that name no row: any; such as a mask has; of one that keeps all
-DRAWS = 3  # of inputs that are compared on, at most, where the one before was off by no more than
+FURTHER = range(1, 3)  # seeds of inputs that the import is right on, too, where it is off on the first by no more than
 LITTLE = 1e-2
 
 TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS | ROUNDINGS
@@ -67,24 +67,29 @@ def _answered(graph: OnnxGraph, module: GraphModule) -> tuple[tuple[Tensor, ...]
 def _compared(graph: OnnxGraph, module: GraphModule, numbers: range, batch: int | None = None) -> tuple[Tensor, ...]:
     """Random inputs on which the module gives what onnxruntime does.
 
-    Where it is off by little, others are drawn: in an ill-conditioned model rounding is as large now and then. A wrong
-    translation as small is seen where it shows on all of them.
+    Where it is off by little, all of some others are to be right: what an ill-conditioned model makes of rounding is as
+    large on few inputs, and by chance larger in onnxruntime than in the module.
     """
-    for seed in range(DRAWS):
-        inputs = example_inputs(graph, numbers, batch, seed)
-        try:
-            error = difference(graph.source, module, inputs)
-        except (RuntimeError, IndexError) as fault:  # what torch raises where the module does not take them
-            told = f"the imported model does not take a batch of {len(inputs[0])} ({first_line(fault)})"
-            raise CheckFailedError(f"{told}; please report it") from fault
-        if error <= TOLERANCE:
-            return inputs
-        if not error <= LITTLE:
-            break
+    inputs, *others = (example_inputs(graph, numbers, batch, seed) for seed in (0, *FURTHER))
+    error = _beyond_rounding(graph, module, inputs)
+    if not error or (error <= LITTLE and not any(_beyond_rounding(graph, module, other) for other in others)):
+        return inputs
     _require_an_answer(graph.source, inputs)
     raise CheckFailedError(
         f"the imported model differs from onnxruntime by {error:.2e} (allowed {TOLERANCE:.0e}); please report it"
     )
+
+
+def _beyond_rounding(graph: OnnxGraph, module: GraphModule, inputs: tuple[Tensor, ...]) -> float:
+    """How far the module is from onnxruntime, where that is more than TOLERANCE and than rounding explains; else 0."""
+    try:
+        error = difference(graph.source, module, inputs)
+    except (RuntimeError, IndexError) as fault:  # what torch raises where the module does not take them
+        told = f"the imported model does not take a batch of {len(inputs[0])} ({first_line(fault)})"
+        raise CheckFailedError(f"{told}; please report it") from fault
+    if error <= TOLERANCE or (error <= LITTLE and error <= explained(graph.source, module, inputs)):
+        return 0.0
+    return error
 
 
 def _require_numbers(model: ir.Model) -> None:
