@@ -94,15 +94,34 @@ def images_mixed(fixed: Callable[..., Any], opened: Callable[..., Any], draws: S
     return _apart(found, wanted, batch + 1) or _off(opened, one, alone)
 
 
-def _image_axis(of_batch: Tensor, of_one_more: Tensor, batch: int) -> int | None:
-    """The axis of an output along which the images are: it is as long as a `batch`, and one longer for one image more.
-    None where there is none.
+def image_axes(model: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[int | None, ...]:
+    """Along which axis each tensor of a model's output has the images: the first that is as long as there are of them
+    with two and with three, where it takes both; else the first of all, where it is as long as the batch of `inputs`.
+    None where there is no such axis.
     """
-    pairs = list(zip(of_batch.shape, of_one_more.shape, strict=False))
-    longer = [axis for axis, (mine, both) in enumerate(pairs) if mine != both]
-    if of_batch.dim() != of_one_more.dim() or len(longer) != 1 or pairs[longer[0]] != (batch, batch + 1):
-        return None
-    return longer[0]
+    two, three = (_taken(model, with_images(inputs, count)) for count in (2, 3))
+    if not isinstance(two, Refusal) and not isinstance(three, Refusal):
+        pairs = zip(tensors(two), tensors(three), strict=True)
+        return tuple(next(iter(_following(*pair, 2)), None) for pair in pairs)
+    with torch.no_grad():
+        return tuple(0 if each.shape[:1] == (_images(inputs),) else None for each in tensors(model(*inputs)))
+
+
+def _image_axis(of_batch: Tensor, of_one_more: Tensor, batch: int) -> int | None:
+    """The only axis of an output that follows the batch, if it is as long as a `batch`, and one longer for one image
+    more.
+    """
+    pairs = zip(of_batch.shape, of_one_more.shape, strict=False)
+    longer = sum(mine != both for mine, both in pairs)
+    return next(iter(_following(of_batch, of_one_more, batch)), None) if longer == 1 else None
+
+
+def _following(of_batch: Tensor, of_one_more: Tensor, batch: int) -> list[int]:
+    """The axes of an output that are as long as a `batch`, and one longer for one image more."""
+    if of_batch.dim() != of_one_more.dim():
+        return []
+    pairs = enumerate(zip(of_batch.shape, of_one_more.shape, strict=True))
+    return [axis for axis, pair in pairs if pair == (batch, batch + 1)]
 
 
 def answers_otherwise(
@@ -118,12 +137,18 @@ def _off(opened: Callable[..., Any], inputs: Sequence[Tensor], wanted: Sequence[
     return found if isinstance(found, Refusal) else _apart(found, wanted, len(inputs[0]))
 
 
-@torch.no_grad()
 def _given(opened: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Tensor, ...] | Refusal:
-    """What it gives for the inputs, or that it takes no such batch."""
+    """The outputs that it gives for the inputs, or that it takes no such batch."""
+    taken = _taken(opened, inputs)
+    return taken if isinstance(taken, Refusal) else tuple(outputs(taken))
+
+
+@torch.no_grad()
+def _taken(opened: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+    """What it gives for the inputs, or a Refusal where it takes no such batch."""
     try:
         with without_torch_logs():
-            return tuple(outputs(opened(*inputs)))
+            return opened(*inputs)
     except Exception as failure:  # operators raise many kinds
         return Refusal("batch-refused", f"takes no batch of {len(inputs[0])}: {first_line(failure)}")
 

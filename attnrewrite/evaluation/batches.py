@@ -16,10 +16,11 @@ from attnrewrite.request import Progress
 
 @dataclass(frozen=True)
 class Batch:
-    """What each model gives for `size` images, by its name. The first `own` of them count, with their `labels` [own]
-    where there are any; the others filled the batch up.
+    """What each model gives for the `inputs` of `size` images, by its name. The first `own` of them count, with their
+    `labels` [own] where there are any; the others filled the batch up.
     """
 
+    inputs: tuple[Tensor, ...]
     outputs: Mapping[str, Any]
     size: int
     own: int
@@ -55,7 +56,7 @@ def batches(
         inputs = pool.batch(index)
         outputs = {name: _output(name, module, inputs) for name, module in modules.items()}
         labels = None if images.y is None else torch.from_numpy(images.y[start:stop])
-        yield Batch(outputs, pool.batch_size, stop - start, labels)
+        yield Batch(inputs, outputs, pool.batch_size, stop - start, labels)
         if progress is not None:
             progress("evaluate", stop, len(images))
 

@@ -57,18 +57,35 @@ def test_several_outputs_count_alike_by_how_much_each_differs_between_images(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def original(number: Tensor) -> dict[str, Any]:
-        return {"boxes": maps(number), "wide": 100 * maps(number), "count": number.long(), "layers": number[None]}
+        return {"boxes": maps(number), "wide": 100 * maps(number), "count": number.long(), "one": number[:1]}
 
     def result(number: Tensor) -> dict[str, Any]:
-        return original(number) | {"wide": 100 * maps(number) + 100, "layers": 7 * number[None]}
+        return original(number) | {"wide": 100 * maps(number) + 100, "one": 7 * number[:1]}
 
     with caplog.at_level(logging.WARNING, "attnrewrite"):
         assert held(result, original, labels=True).error == pytest.approx((0 + 1) / 2)
     assert [record.getMessage() for record in caplog.records] == [
-        "original is compared by 2 of its 4 outputs: the others are no floating-point numbers, do not have the images "
-        "along their first axis, or are alike for all images",
+        "original is compared by 2 of its 4 outputs: the others are no floating-point numbers, do not follow the "
+        "images, or are alike for all images",
         "the labels are not used: original gives no logits [images, classes]",
     ]
+
+
+def test_the_images_are_along_the_axis_that_is_longer_with_more_of_them() -> None:
+    """Two layers, a batch of two: 0, 1, 2, 3, 4 and their doubles around their means have the energy 10 + 40."""
+
+    def layers(number: Tensor) -> Tensor:
+        return torch.stack([number, 2 * number])
+
+    assert held(lambda number: layers(number) + 1, layers).error == pytest.approx(2 * 5 / 50)
+
+
+def test_a_model_of_one_batch_size_has_the_images_along_the_first_axis() -> None:
+    def two(number: Tensor) -> Tensor:
+        assert len(number) == 2, "takes two"
+        return maps(number)
+
+    assert held(lambda number: two(number) + 1, two).error == pytest.approx(5 * 2 / 10)
 
 
 def test_an_output_that_is_alike_for_all_images_has_no_distance() -> None:
@@ -79,7 +96,10 @@ def test_an_output_that_is_alike_for_all_images_has_no_distance() -> None:
     ("result", "message"),
     [
         (lambda number: maps(number)[:, :1], r"result gives \[\[1, 1, 1\]\] for an image and original \[\[2, 1, 1\]\]"),
-        (lambda number: (maps(number), maps(number)), r"result gives \[.*\] for an image and original \[\[2, 1, 1\]\]"),
+        (
+            lambda number: (maps(number), maps(number)),
+            "result gives 2 outputs and not the 1 of the model that it is held",
+        ),
         (lambda number: maps(number).long(), r"result gives no numbers for each of 2 images .* \[\[2, 2, 1, 1\]\]"),
         (lambda number: 3, "result gives no numbers for each of 2 images .* its output is int"),
         (lambda number: maps(number).log(), "result answers NaN or infinity where original gives numbers"),
