@@ -4,6 +4,7 @@ import os
 import socket
 import struct
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +53,12 @@ def serving(command: list[str]) -> Iterator[int]:
     """The port that the server waits on."""
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-    with subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, text=True, env=with_runtime()) as process:
+    with (
+        tempfile.TemporaryDirectory() as sessions,  # what is killed leaves its session's folder
+        subprocess.Popen(
+            [*command, str(port)], stdout=subprocess.PIPE, text=True, env=with_runtime() | {"TMPDIR": sessions}
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == f"waiting on port {port}\n"
