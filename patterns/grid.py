@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from attnrewrite.patterns.graph import GraphView, Operation
-from attnrewrite.patterns.provenance import FILL, Crossed, Tracer, mixed_radix
+from attnrewrite.patterns.provenance import FILL, Crossed, Provenance, Tracer, mixed_radix
 from attnrewrite.patterns.relations import ancestors
 from attnrewrite.site import Grid, Projection
 
@@ -19,16 +19,54 @@ def find_grid(graph: GraphView, strict: Tracer, query: Projection | None, tokens
         return None
     if windows > 1:
         return _window_grid(graph, strict, query, tokens)
-    found = ancestors(graph, query.input.value)
+    found = tuple(ancestors(graph, query.input.value))
     for value in found:
         operation, shape = graph.operation(value), graph.shape(value)
         if operation.kind in ("conv", "pool") and len(shape) == 4:
             prefix = tokens - shape[2] * shape[3]
-            if prefix == 0 or (
-                0 < prefix <= _MOST_PREFIX_TOKENS and _joined_after(graph, tuple(found), tokens, prefix)
-            ):
+            if _stand_before(graph, found, tokens, prefix):
                 return Grid(shape[2], shape[3], prefix)
-    return _merged_grid(graph, query, tokens, tuple(found))
+    return _patch_grid(graph, tokens, found) or _merged_grid(graph, query, tokens, found)
+
+
+def _patch_grid(graph: GraphView, tokens: int, found: tuple[str, ...]) -> Grid | None:
+    """The rows and columns of the patches that a picture is cut into, of whose pixels a linear layer makes tokens."""
+    tracer = Tracer(graph, partial(_in_place, graph))
+    for value in reversed(found):  # a picture's own layer is the farthest
+        operation, shape = graph.operation(value), graph.shape(value)
+        if operation.kind != "linear" or len(shape) < 2:
+            continue
+        if _stand_before(graph, found, tokens, prefix := tokens - shape[-2]):
+            size = _patches(graph, tracer.trace(operation.inputs[0]))
+            if size is not None:
+                return Grid(*size, prefix)
+    return None
+
+
+def _patches(graph: GraphView, pixels: Provenance) -> tuple[int, int] | None:
+    """How many rows and columns of patches [..., patches, pixels] are, which lie at regular distances along two axes
+    of a picture's that are side by side. A pixel amidst them tells: those at their edges may be padding.
+    """
+    shape, index = graph.shape(pixels.sources[0]), pixels.index
+    if len(pixels.sources) > 1 or len(shape) != 4 or index.ndim < 2:
+        return None
+    amidst = index.reshape(-1, *index.shape[-2:])[0, :, index.shape[-1] // 2]
+    distances = None if (amidst == FILL).any() else mixed_radix(amidst - amidst[0])
+    if distances is None or len(distances) != 2:
+        return None
+    (rows, down), (columns, right) = distances
+    for axis in (1, 2):
+        height, width = shape[axis : axis + 2]
+        pixel = int(np.prod(shape[axis + 2 :], dtype=int))
+        line = width * pixel
+        if down % line == right % pixel == 0 and rows * down <= height * line and columns * right <= line:
+            return rows, columns
+    return None
+
+
+def _stand_before(graph: GraphView, found: tuple[str, ...], tokens: int, prefix: int) -> bool:
+    """Whether so many tokens, or none, stand before those of an image."""
+    return prefix == 0 or (0 < prefix <= _MOST_PREFIX_TOKENS and _joined_after(graph, found, tokens, prefix))
 
 
 def _merged_grid(graph: GraphView, query: Projection, tokens: int, found: tuple[str, ...]) -> Grid | None:
@@ -90,14 +128,24 @@ def _rows_of_a_window(tracer: Tracer, query: Projection, tokens: int) -> Grid | 
     return Grid(digits[0][0], digits[1][0])
 
 
-def _same_token(graph: GraphView, operation: Operation) -> Crossed | None:
-    """Back through what leaves each token in its place: norms, roundings within a range, constants that are added, and
-    residual sums, where one operand is made from the other.
+def _in_place(graph: GraphView, operation: Operation) -> Crossed | None:
+    """Back through what leaves each element in its place: norms, roundings within a range, and constants that are added
+    or multiplied with.
     """
     if operation.kind == "norm":
         return Crossed(operation.inputs[0])
     if (rounded := _before_rounding(graph, operation)) is not None:
         return rounded
+    live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
+    return Crossed(live[0]) if operation.name in ("add", "mul") and len(live) == 1 else None
+
+
+def _same_token(graph: GraphView, operation: Operation) -> Crossed | None:
+    """Back through what leaves each token in its place: what leaves each element there, and residual sums, where one
+    operand is made from the other.
+    """
+    if (crossed := _in_place(graph, operation)) is not None:
+        return crossed
     live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
     if operation.name != "add" or len({graph.shape(operand) for operand in live}) != 1:
         return None

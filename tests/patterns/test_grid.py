@@ -1,5 +1,7 @@
 """Tokens that are an image: of a stage whose one window is the whole map, and of patches taken once for many layers."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,59 @@ def test_the_grid_of_a_stage_that_is_one_window(case: str) -> None:
     (site,) = explain(Stage(before, after, by_columns).eval(), (torch.randn(1, 8, *before),))
     assert site.windows == 1
     assert site.grid == expected
+
+
+class Cut(nn.Module):
+    """Pictures [B, 3, 12, 16] -> tokens of patches of 3 x 2 by a linear layer, cut as `cut` says, after a `token`."""
+
+    def __init__(self, cut: Callable[[Tensor], Tensor], token: bool) -> None:
+        super().__init__()
+        width = cut(torch.zeros(1, 3, 12, 16)).shape[-1]
+        self.cut, self.token = cut, nn.Parameter(torch.randn(1, 1, 8)) if token else None
+        self.norm, self.gain, self.embed = nn.LayerNorm(width), nn.Parameter(torch.ones(width)), nn.Linear(width, 8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(self.norm(self.cut(x)) * self.gain)
+        if self.token is not None:
+            x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def rearranged(x: Tensor, *order: int) -> Tensor:
+    """The patches by a permutation of [B, C, 4 rows, 3, 8 columns, 2]: [B, 32, 6 * C]."""
+    return x.reshape(-1, x.shape[1], 4, 3, 8, 2).permute(0, *order).reshape(-1, 32, 6 * x.shape[1])
+
+
+CUTS: dict[str, tuple[Callable[[Tensor], Tensor], bool, Grid | None]] = {
+    "patches": (lambda x: rearranged(x, 2, 4, 3, 5, 1), False, Grid(4, 8)),
+    "after a token": (lambda x: rearranged(x, 2, 4, 1, 3, 5), True, Grid(4, 8, 1)),
+    "channels last": (
+        lambda x: x.permute(0, 2, 3, 1).reshape(-1, 4, 3, 8, 2, 3).permute(0, 1, 3, 2, 4, 5).reshape(-1, 32, 18),
+        False,
+        Grid(4, 8),
+    ),
+    "unfolded": (lambda x: nn.functional.unfold(x, (3, 2), stride=(3, 2)).mT, True, Grid(4, 8, 1)),
+    "overlapping, padded": (lambda x: nn.functional.unfold(x, 5, stride=2, padding=2).mT, False, Grid(6, 8)),
+    "a part of the picture": (lambda x: nn.functional.unfold(x, 3, stride=3).mT, False, Grid(4, 5)),
+    "with the picture moved aside": (
+        lambda x: rearranged(torch.cat([x, nn.functional.pad(x, (1, -1))], 1), 2, 4, 3, 5, 1),
+        True,
+        Grid(4, 8, 1),
+    ),
+    "columns before rows": (lambda x: rearranged(x, 4, 2, 3, 5, 1), False, None),
+    "rows are tokens": (lambda x: x.permute(0, 2, 1, 3).reshape(-1, 12, 48), False, None),
+    "the last patch first": (lambda x: rearranged(x, 2, 4, 3, 5, 1).flip(1), False, None),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_patches_that_a_linear_layer_embeds_are_a_grid(case: str) -> None:
+    cut, token, expected = CUTS[case]
+    sites = explain(Cut(cut, token).eval(), (torch.randn(2, 3, 12, 16),))
+    assert [site.grid for site in sites] == [expected] * 2
 
 
 class Joined(nn.Module):
