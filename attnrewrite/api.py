@@ -10,7 +10,7 @@ from rich.console import Group
 from torch import Tensor, nn
 
 from attnrewrite.conversion.convert import convert_source
-from attnrewrite.conversion.loading import Model, examine, load, load_beside
+from attnrewrite.conversion.loading import Model, examine, heeding_all, load, load_beside
 from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import planned_sites, site_facts
 from attnrewrite.errors import InputError, Refusal, refuse_given, required, told, whole_number
@@ -41,6 +41,7 @@ from attnrewrite.variants.registry import get_variant, variants
 Data = str | Path | Images | Iterable[Tensor]
 
 
+@heeding_all
 def explain(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Scan:
     """Every attention of a model, as a site or as a near miss with its reason.
 
@@ -59,6 +60,7 @@ def supported(found: Scan) -> dict[str, dict[str, Refusal | None]]:
     return {site.id: {name: refusal_of(v, site) for name, v in known.items()} for site in found.sites}
 
 
+@heeding_all
 def convert(
     source: Model,
     example_inputs: tuple[Tensor, ...] | None = None,
@@ -113,6 +115,7 @@ def convert(
     return convert_source(load(source, example_inputs, **how), chosen, request, execution, keep, keep_bad)
 
 
+@heeding_all
 def evaluate(
     source: Model,
     data: Data,
@@ -147,6 +150,7 @@ def evaluate(
     return _evaluated(loaded, modules, images, loaded.preprocessing, first, **how_run)
 
 
+@heeding_all
 def lower(
     source: Model,
     target: str,
@@ -285,6 +289,7 @@ class Comparison(records.Comparison):
         return Path(path)
 
 
+@heeding_all
 def compare(
     models: Mapping[str, Model],
     example_inputs: tuple[Tensor, ...] | None = None,

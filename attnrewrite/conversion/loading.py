@@ -1,9 +1,11 @@
 """What the verbs take for a model, as a source; what it would not heed of what is given beside it is refused."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -18,14 +20,28 @@ from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.site import Scan
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Model = Any  # an nn.Module, an ExportedProgram, a Source, a Conversion, or a string or path that names a model
 HOW = ("checkpoint", "input_size", "mean", "std")  # what `how` may hold
 OF_PICTURES = ("mean", "std")  # those of them that a model which is loaded already heeds, too
 
 
+def heeding_all(verb: Callable[P, T]) -> Callable[P, T]:
+    """`verb`, which takes keywords of its own and HOW, refusing others by name: InputError suggests the nearest."""
+    known = {name for name, each in signature(verb).parameters.items() if each.kind is not each.VAR_KEYWORD} | {*HOW}
+
+    @wraps(verb)
+    def checked(*given: P.args, **named: P.kwargs) -> T:
+        for name in named.keys() - known:
+            raise unknown_name("keyword", name, known)
+        return verb(*given, **named)
+
+    return checked
+
+
 def load(model: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Source:
     """The model, as `load_source` loads it. Raises InputError where it cannot be, or would not heed what is given."""
-    _require_known(how)
     return load_source(of_conversion(model) if isinstance(model, Conversion) else model, example_inputs, **how)
 
 
@@ -43,7 +59,6 @@ def load_beside(
 def examine(model: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> tuple[GraphView, Scan]:
     """What `explain` says, beside the graph that it was found in. Raises as `explain` does."""
     if is_onnx(model):
-        _require_known(how)
         refuse_given(f"{model} says itself what it takes", example_inputs=example_inputs)
         override(None, how.get("mean"), how.get("std"))  # which change no scan, and are to make sense
         return examine_onnx(Path(model), how.get("input_size"), how.get("checkpoint"))
@@ -62,9 +77,3 @@ def of_conversion(done: Conversion) -> Source:
 
 def _is_loaded(model: Model) -> bool:
     return isinstance(model, Conversion | Source)
-
-
-def _require_known(how: Iterable[str]) -> None:
-    for name in how:
-        if name not in HOW:
-            raise unknown_name("keyword", name, HOW)

@@ -19,13 +19,20 @@ from attnrewrite.passes.in_batches import with_images
 
 
 def input_names(source: Source) -> tuple[str, ...]:
-    """What the model calls its inputs, as many as its example has."""
+    """What the model calls its inputs, as many as its example has; those of `*given` are given_0 and so on, as
+    torch.export numbers them.
+    """
     model = source.model
     if model is None or isinstance(model, GraphModule):
         graph = runnable(source)
         assert isinstance(graph, GraphModule)
         return tuple(str(node.target) for node in graph.graph.nodes if node.op == "placeholder")
-    return tuple(inspect.signature(model.forward).parameters)[: len(source.example_inputs)]
+    found: list[str] = []
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        left = len(source.example_inputs) - len(found)
+        many = parameter.kind is parameter.VAR_POSITIONAL
+        found += [f"{name}_{place}" for place in range(left)] if many else [name]
+    return tuple(found[: len(source.example_inputs)])
 
 
 def takes_pictures(source: Source) -> bool:

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -251,9 +251,10 @@ def load_images(data: "str | Path | Images | Iterable", skip_bad: bool = False) 
     """Images from a folder (flat, or one subfolder per class in order of name), an .npz, or an iterable.
 
     An `.npz` holds `x` uint8 [N, H, W] or [N, H, W, C] and optionally integer labels `y` [N]. An iterable (a list, a
-    tensor, a DataLoader) gives tensors, or (tensor, label) pairs: float ones [C, H, W] or [B, C, H, W] are the model's
-    inputs as they stand, uint8 ones are pictures to be normalised. Raises InputError for what cannot be read; with
-    `skip_bad`, damaged files of a folder are left out instead, when they are decoded.
+    tensor, a DataLoader) or a torch Dataset gives tensors, (tensor, label) pairs, or mappings that hold one such tensor
+    and maybe a "label" or "labels": float ones [C, H, W] or [B, C, H, W] are the model's inputs as they stand, uint8
+    ones are pictures to be normalised. Raises InputError for what cannot be read; with `skip_bad`, damaged files of a
+    folder are left out instead, when they are decoded.
     """
     if isinstance(data, Images):
         return data
@@ -269,6 +270,8 @@ def load_images(data: "str | Path | Images | Iterable", skip_bad: bool = False) 
         return Images(_array(data, "the array"))
     if isinstance(data, Iterable):
         return _from_iterable(data)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return _from_iterable(data[place] for place in range(len(data)))
     raise InputError(f"a {type(data).__name__} is no images: give a folder, an .npz or an iterable of tensors")
 
 
@@ -337,7 +340,7 @@ def _labels(y: np.ndarray | None, count: int, name: str) -> np.ndarray | None:
 def _from_iterable(data: Iterable) -> Images:
     images, labels = [], []
     for item in data:
-        image, label = item if isinstance(item, tuple | list) and len(item) == 2 else (item, None)
+        image, label = _labelled(item)
         if not isinstance(image, Tensor) or image.dim() not in (3, 4) or image.is_meta or image.layout != torch.strided:
             raise InputError(f"an iterable of images gives tensors [C, H, W] or [B, C, H, W], not {_kind(image)}")
         images.append(image if image.dim() == 4 else image[None])
@@ -364,6 +367,17 @@ def _numbers(label: object) -> list[Any]:
         return torch.as_tensor(label).reshape(-1).tolist()
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"a label of the iterable is {short(label)}: labels are numbers of classes") from error
+
+
+def _labelled(item: object) -> tuple[object, object]:
+    """An image, or a batch of them, and its labels, if any, as loaders give them."""
+    if isinstance(item, Mapping):
+        pictures = [each for each in item.values() if isinstance(each, Tensor) and each.dim() in (3, 4)]
+        labels = (item[name] for name in ("label", "labels") if name in item)
+        return (pictures[0] if len(pictures) == 1 else item), next(labels, None)
+    if isinstance(item, tuple | list) and len(item) in (1, 2):
+        return item[0], item[1] if len(item) == 2 else None
+    return item, None
 
 
 def _kind(value: object) -> str:

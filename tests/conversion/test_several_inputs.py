@@ -57,6 +57,20 @@ def test_the_fit_reads_all_inputs(converted: ar.Conversion) -> None:
     assert converted.report["calibration"]["images"] == 24
 
 
+def test_inputs_without_names_of_their_own_are_numbered() -> None:
+    class Unnamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Prompted()
+
+        def forward(self, *inputs: Tensor) -> Tensor:
+            return self.inner(*inputs)
+
+    assert input_names(load_source(Unnamed(), EXAMPLE)) == ("inputs_0", "inputs_1")
+    done = ar.convert(Unnamed(), EXAMPLE, variant="taylor", calibration=[(PICTURES, KEPT)])
+    assert len(ar.evaluate(done, [(PICTURES, KEPT)])) == 2
+
+
 def test_an_iterable_and_a_file_hold_the_same(tmp_path: Path) -> None:
     np.savez(tmp_path / "named.npz", picture=PICTURES.numpy(), kept=KEPT.numpy())
     np.savez(tmp_path / "ordered.npz", PICTURES.numpy(), KEPT.numpy())

@@ -148,6 +148,18 @@ def test_iterables_of_floats_are_inputs_and_of_bytes_are_pictures() -> None:
     assert torch.equal(batch, bytes_ / 255)
 
 
+@pytest.mark.parametrize("labels", [None, "label", "labels"])
+def test_what_loaders_give_is_taken_as_they_give_it(labels: str | None) -> None:
+    floats, numbers = torch.randn(4, 3, 6, 8), torch.arange(4)
+    named = {"pixel_values": floats} | ({} if labels is None else {labels: numbers})
+    rows = [{name: values[i] for name, values in named.items()} for i in range(4)]
+    alone = torch.utils.data.TensorDataset(*named.values())
+    for given in (rows, alone, torch.utils.data.DataLoader(rows, batch_size=3), torch.utils.data.DataLoader(alone)):  # type: ignore[arg-type]
+        loaded = load_images(given)
+        assert torch.equal(loaded.x.read(None, SIZE), floats)
+        assert (None if loaded.y is None else loaded.y.tolist()) == (labels and [0, 1, 2, 3])
+
+
 def saved(**arrays: object) -> object:
     return lambda path: np.savez(path / "d.npz", **arrays)  # type: ignore[arg-type]
 
@@ -237,6 +249,8 @@ def test_whatever_a_decoder_raises_is_told_in_one_line(tmp_path: Path) -> None:
         ([], "is empty"),
         ([torch.zeros(3)], r"not a tensor \[3\]"),
         (["a"], "not a str"),
+        ([{"a": torch.zeros(1, 2, 2), "b": torch.zeros(1, 2, 2)}], "not a dict"),
+        ([(torch.zeros(1, 2, 2), 0, 1)], "not a tuple"),
         ([torch.zeros(1, 2, 2), torch.zeros(1, 3, 3)], "several shapes"),
         ([torch.zeros(1, 2, 2, dtype=torch.int64)], "not torch.int64"),
         (3, "a int is no images"),
