@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
 from attnrewrite.errors import Refusal, first_line
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import Draw
 from attnrewrite.passes.verify import HALF, known_error, outputs, tensors
+from attnrewrite.passes.wide import Wide
 
 APART_TOLERANCE = 1e-4  # the same operations on more images at once, but for the order of the sums
 
@@ -63,8 +65,18 @@ def _images(inputs: Sequence[Tensor]) -> int:
 def images_mixed(fixed: Callable[..., Any], opened: Callable[..., Any], draws: Sequence[Draw]) -> Refusal | None:
     """Whether `opened` answers an image otherwise than `fixed` does, of whose own batch size the draws are.
 
-    The first draw and one image of the last go in together, then that image alone.
+    The first draw and one image of the last go in together, then that image alone. Rounding differs with the batch, and
+    decides where a model chooses among what is nearly alike, such as its best queries: of graphs, float64 tells.
     """
+    found = _mixed(fixed, opened, draws)
+    if found is None or found.code != "images-mixed":
+        return found
+    if not isinstance(fixed, GraphModule) or not isinstance(opened, GraphModule):
+        return found
+    return _mixed(Wide(fixed).run, Wide(opened).run, draws)
+
+
+def _mixed(fixed: Callable[..., Any], opened: Callable[..., Any], draws: Sequence[Draw]) -> Refusal | None:
     first, last = draws[0].inputs, draws[-1].inputs
     batch = first[0].shape[0]
     try:

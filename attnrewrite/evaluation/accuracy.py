@@ -94,7 +94,8 @@ def _logits(name: str, output: Any, batch: Batch) -> Tensor:
         shape = type(output).__name__ if logits is None else list(logits.shape)
         raise InputError(
             f"{name} is not a classifier: its output is {shape}, and [images, classes] is needed to measure "
-            "accuracy; evaluate holds a converted model of other outputs against its original"
+            "accuracy; evaluate holds a converted model of other outputs against its original, where that is known "
+            "or given (--original)"
         )
     if len(logits) != batch.size:
         raise InputError(f"{name} gives {len(logits)} answers for {batch.size} images: give the batch that it takes")

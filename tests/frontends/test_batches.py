@@ -15,6 +15,7 @@ from attnrewrite.api import Conversion
 from attnrewrite.frontends.batches import any_batch, fixed_batch
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import Source, load_source
+from attnrewrite.passes.in_batches import InBatches
 from attnrewrite.targets.base import Artifact, Target
 
 PICTURES = torch.randn(13, 3, 8, 8, generator=torch.Generator().manual_seed(3))
@@ -145,6 +146,25 @@ class AnySize(Pictures):
         x = self.embed(x).flatten(2).transpose(1, 2)
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
         return self.head((x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))).mean(1))
+
+
+class Rounded(AnySize):
+    """Adds and takes away much, and more with more pictures: float32 keeps three digits of the answer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        much = 3e4 * x.shape[0]
+        return (super().forward(x) + much) - much
+
+
+def test_what_rounding_alone_mixes_takes_any_batch(caplog: pytest.LogCaptureFixture) -> None:
+    source = Source("rounded", Rounded(1).eval(), None, (PICTURES[:4],))
+    with caplog.at_level(logging.WARNING, "attnrewrite"):
+        module = any_batch(source)
+    with torch.no_grad():
+        assert module(PICTURES).shape == (13, 5)
+    assert fixed_batch(source) == 4  # the module alone cannot be asked in float64
+    assert not isinstance(module, InBatches)
+    assert not caplog.records
 
 
 class OfTheFirst(AnySize):
