@@ -290,6 +290,73 @@ OPERATORS = {
         IMAGE,
         "size = Shape(x) i = Expand(places, size) y = ScatterElements<axis=1>(x, i, x)",
     ),
+    "sampled at places": (
+        16,
+        IMAGE,
+        """
+            a = Transpose<perm=[0,2,3,1]>(x)
+            starts = Constant<value_ints=[0]>()
+            ends = Constant<value_ints=[2]>()
+            axes = Constant<value_ints=[3]>()
+            grid = Slice(a, starts, ends, axes)
+            b = GridSample(x, grid)
+            c = GridSample<mode="nearest", padding_mode="border">(x, grid)
+            d = GridSample<mode="bicubic", padding_mode="reflection", align_corners=1>(x, grid)
+            y = Sum(b, c, d)
+        """,
+    ),
+    "sampled at places of a volume": (
+        20,
+        "float[B,3,4,5,6] x",
+        """
+            grid = Transpose<perm=[0,2,3,4,1]>(x)
+            a = GridSample<mode="linear">(x, grid)
+            b = GridSample<mode="nearest", align_corners=1>(x, grid)
+            y = Mean(a, b)
+        """,
+    ),
+    "trigonometric": (
+        17,
+        IMAGE,
+        """
+            a = Atan(x) b = Sinh(a) c = Cosh(b) d = Asinh(c) e = Tanh(d) f = Asin(e) g = Acos(e) h = Atanh(e)
+            i = Tan(a) one = Constant<value_float=1.0>() j = Abs(x) k = Add(j, one) l = Acosh(k)
+            y = Mean(f, g, h, i, l)
+        """,
+    ),
+    "rectifiers": (
+        17,
+        IMAGE,
+        """
+            a = Selu(x) b = Selu<alpha=2.0, gamma=0.5>(x)
+            c = Celu<alpha=0.7>(x) d = ThresholdedRelu(x)
+            y = Sum(a, b, c, d)
+        """,
+    ),
+    "products and logarithms of sums": (
+        13,
+        IMAGE,
+        """
+            a = ReduceProd<axes=[1,3], keepdims=0>(x) p = Abs(x) b = ReduceLogSum<axes=[1,-1], keepdims=0>(p)
+            y = Add(a, b)
+        """,
+    ),
+    "one at a place": (
+        17,
+        TOKENS,
+        """
+            four = Constant<value_int=4>() a = Cast<to=7>(x) i = Mod<fmod=1>(a, four)
+            pair = Constant<value_floats=[-1.0, 2.5]>() b = OneHot<axis=1>(i, four, pair) y = CastLike(b, x)
+        """,
+    ),
+    "bits": (
+        18,
+        TOKENS,
+        """
+            a = Cast<to=7>(x) three = Constant<value_int=3>() b = BitwiseAnd(a, three) c = BitwiseOr(a, three)
+            d = BitwiseXor(b, c) e = BitwiseNot(d) y = Cast<to=1>(e)
+        """,
+    ),
     "triangles and sums": (17, IMAGE, "a = Trilu<upper=0>(x) one = Constant<value_int=2>() y = CumSum(a, one)"),
     "looked up": (
         17,

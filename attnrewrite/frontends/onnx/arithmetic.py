@@ -121,6 +121,16 @@ def sum_of_squares(value: Tensor, dim: list[int], keepdim: bool) -> Tensor:
     return value.square().sum(dim, keepdim=keepdim)
 
 
+def log_of_sum(value: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    return value.sum(dim, keepdim=keepdim).log()
+
+
+def product(value: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    for axis in sorted((axis % value.dim() for axis in dim), reverse=True):
+        value = value.prod(axis, keepdim=keepdim)
+    return value
+
+
 def _arg(function: Callable[..., Any]) -> Translation:
     def translate(call: Call) -> Node:
         return call.emit(function, call.operand(0), call.axis(0), keepdim=bool(call.attribute("keepdims", 1)))
@@ -148,6 +158,36 @@ def _identity(call: Call) -> Node:
     return call.operand(0)
 
 
+def _mean(call: Call) -> Node:
+    return call.emit(torch.div, _folded(torch.add)(call), float(len(call.operands())))
+
+
+def _selu(call: Call) -> Node:
+    alpha, gamma = (
+        call.attribute("alpha", 1.67326319217681884765625),
+        call.attribute("gamma", 1.05070102214813232421875),
+    )
+    return call.emit(torch.mul, call.emit(F.elu, call.operand(0), alpha), gamma)
+
+
+def _cast_like(call: Call) -> Node:
+    return call.emit(Tensor.to, call.operand(0), torch_dtype(call.importer.view.dtype(call.name(1))))
+
+
+def one_hot(indices: Tensor, depth: int, axis: int, off: float, on: float, dtype: torch.dtype) -> Tensor:
+    """`on` along a new axis of `depth` at each index, which may count from the end; `off` elsewhere, and for others."""
+    places = torch.arange(depth, device=indices.device)
+    whole = indices.long()[..., None]
+    found = (torch.where(whole < 0, whole + depth, whole) == places).movedim(-1, axis)
+    return torch.where(found, on, off).to(dtype)
+
+
+def _one_hot(call: Call) -> Node:
+    (depth,), (off, on) = call.whole_numbers(1), call.numbers(2).tolist()
+    dtype = torch_dtype(call.importer.view.dtype(call.name(2)))
+    return call.emit(one_hot, call.operand(0), depth, call.attribute("axis", -1), off, on, dtype)
+
+
 def _lp_norm(call: Call) -> Node:
     return call.emit(F.normalize, call.operand(0), p=float(call.attribute("p", 2)), dim=call.axis(-1), eps=1e-30)
 
@@ -160,21 +200,28 @@ _ALIKE: dict[str, Callable[..., Any]] = {
     "Softplus": F.softplus, "Softsign": F.softsign, "HardSwish": F.hardswish, "Mish": F.mish, "PRelu": prelu,
     "Where": torch.where, "Equal": torch.eq, "Less": torch.lt, "Greater": torch.gt, "LessOrEqual": torch.le,
     "GreaterOrEqual": torch.ge, "Not": torch.logical_not, "And": torch.logical_and, "Or": torch.logical_or,
-    "Xor": torch.logical_xor, "IsNaN": torch.isnan,
+    "Xor": torch.logical_xor, "IsNaN": torch.isnan, "BitwiseNot": torch.bitwise_not, "BitwiseAnd": torch.bitwise_and,
+    "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor, "Tan": torch.tan, "Asin": torch.asin,
+    "Acos": torch.acos, "Atan": torch.atan, "Sinh": torch.sinh, "Cosh": torch.cosh, "Asinh": torch.asinh,
+    "Acosh": torch.acosh, "Atanh": torch.atanh,
 }  # fmt: skip
 _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "ReduceMean": torch.mean, "ReduceSum": torch.sum, "ReduceMax": torch.amax, "ReduceMin": torch.amin,
     "ReduceL1": norm1, "ReduceL2": norm2, "ReduceSumSquare": sum_of_squares, "ReduceLogSumExp": torch.logsumexp,
+    "ReduceLogSum": log_of_sum, "ReduceProd": product,
 }  # fmt: skip
 OPERATORS: dict[str, Translation] = {
     **{name: _same(function) for name, function in _ALIKE.items()},
     **{name: _reduced(function) for name, function in _REDUCTIONS.items()},
     "Elu": lambda call: call.emit(F.elu, call.operand(0), call.attribute("alpha", 1.0)),
+    "Celu": lambda call: call.emit(F.celu, call.operand(0), call.attribute("alpha", 1.0)),
+    "ThresholdedRelu": lambda call: call.emit(F.threshold, call.operand(0), call.attribute("alpha", 1.0), 0.0),
     "LeakyRelu": lambda call: call.emit(F.leaky_relu, call.operand(0), call.attribute("alpha", 0.01)),
     "QuickGelu": _swish(1.702), "Swish": _swish(1.0), "HardSigmoid": _hard_sigmoid,
     "Gelu": _gelu, "FastGelu": _fast_gelu,
     "Clip": _clip, "Cast": _cast, "Mod": _mod, "Identity": _identity, "Dropout": _identity, "IsInf": _is_inf,
     "Mul": _multiply, "Min": _folded(torch.minimum), "Max": _folded(torch.maximum), "Sum": _folded(torch.add),
+    "Mean": _mean, "Selu": _selu, "CastLike": _cast_like, "OneHot": _one_hot,
     "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(torch.log_softmax),
     "Einsum": _einsum, "CumSum": _cumsum, "TopK": _top_k, "LpNormalization": _lp_norm,
     "ArgMax": _arg(torch.argmax), "ArgMin": _arg(torch.argmin),

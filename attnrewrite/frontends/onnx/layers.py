@@ -173,6 +173,16 @@ def _resize(call: Call) -> Node:
     return call.emit(F.interpolate, call.operand(0), spatial, mode=modes[mode], align_corners=how == "align_corners")
 
 
+def _grid_sample(call: Call) -> Node:
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(given := call.attribute("mode", "linear"), given)
+    if mode == "bicubic" and len(call.shape(0)) != 4:
+        raise call.unsupported(f"mode {given} over {len(call.shape(0))} axes")
+    return call.emit(
+        F.grid_sample, call.operand(0), call.operand(1), mode=mode,
+        padding_mode=call.attribute("padding_mode", "zeros"), align_corners=bool(call.attribute("align_corners", 0)),
+    )  # fmt: skip
+
+
 def _attention(call: Call) -> Node:
     query, key, value = (call.operand(place) for place in range(3))
     shared = call.shape(0)[1] != call.shape(1)[1]
@@ -206,5 +216,6 @@ LAYERS: dict[str, Callable[[Call], Any]] = {
     "GroupNormalization": _group_norm,
     "SkipLayerNormalization": _skip_layer_norm,
     "Resize": _resize,
+    "GridSample": _grid_sample,
     "Attention": _attention,
 }
