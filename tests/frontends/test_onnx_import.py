@@ -608,6 +608,17 @@ def test_what_float32_loses_in_the_module_explains_a_difference(body: str, lost:
     assert (allowed > TOLERANCE) is lost
 
 
+def test_a_choice_among_equal_numbers_is_followed_and_a_wrong_one_seen() -> None:
+    body = "r = Round(x) k = Constant<value_ints=[3]>() v, i = TopK(r, k) y = GatherElements<axis=2>(x, i)"
+    graph = OnnxGraph(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float[B,10,3] y")))
+    module, inputs = import_graph(graph)
+    assert difference(graph.source, module, inputs) <= TOLERANCE
+    (choice,) = (node for node in module.graph.nodes if node.target is torch.topk)
+    choice.args = (*choice.args[:3], False)
+    module.recompile()
+    assert difference(graph.source, module, inputs) > 0.1
+
+
 def test_a_third_party_file_is_imported(shared: Path) -> None:
     path = shared / "data/cct_xs_plate_ocr_onnx/cct_xs_v1_global.onnx"
     if not path.is_file():

@@ -2,16 +2,18 @@
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import InputError, first_line
+from attnrewrite.frontends.onnx.arithmetic import CHOSEN
 from attnrewrite.passes.roundings import FromRounding, roundings, step_name
 from attnrewrite.passes.verify import HALF, relative_error
 from attnrewrite.passes.wide import Wide
@@ -28,31 +30,52 @@ def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -
     """The largest difference between a torch module and the model in onnxruntime, over the largest value.
 
     Where the module rounds to integers, it is compared at what each rounding is given, which the next part of it starts
-    from as onnxruntime has it. A rounding that the model lacks is an infinite difference. What computes in half
-    precision rounds at other places in onnxruntime than in torch: both are compared as they mean it, without.
+    from as onnxruntime has it; where it chooses the largest of nearly equal numbers, by the numbers at the places that
+    onnxruntime chose, and goes on from these. A rounding that the model lacks is an infinite difference. What computes
+    in half precision rounds at other places in onnxruntime than in torch: both are compared as they mean it, without.
     """
     if isinstance(module, GraphModule) and half_of(model) is not None and not roundings(module):
         wanted = run(in_float32(model), tuple(t.float() if t.dtype in HALF else t for t in inputs))
         with torch.no_grad():
             return _largest(Wide(module).run(*inputs), wanted)
-    asked = {} if not isinstance(module, GraphModule) else _rounded(model, module)
-    wanted = run(model, inputs, tuple(asked.values()))
-    results, inner = wanted[: len(wanted) - len(asked)], wanted[len(wanted) - len(asked) :]
-    error = 0.0
+    if not isinstance(module, GraphModule):
+        with torch.no_grad():
+            return _largest(module(*inputs), run(model, inputs))
+    rounded, chosen = _rounded(model, module), _chosen(module)
+    wanted = run(model, inputs, (*rounded.values(), *chosen.values()))
+    shown = dict(zip((*rounded, *chosen), wanted[len(model.graph.outputs) :], strict=True))
+    compared = _Following(module, shown, {node: shown[node] for node in chosen})
     with torch.no_grad():
-        if isinstance(module, GraphModule) and roundings(module):
-            compared = FromRounding(module, dict(zip(asked, inner, strict=True)))
-            found, error = compared.run(*inputs), compared.error
-        else:
-            found = module(*inputs)
-    return max(error, _largest(found, results))
+        found = compared.run(*inputs)
+    return max(compared.error, _largest(found, wanted[: len(model.graph.outputs)]))
+
+
+class _Following(FromRounding):
+    """Goes on from the places that `chosen` has, by the name of the node that chooses; how far the numbers there are
+    from its own choice counts among the errors.
+    """
+
+    def __init__(self, module: GraphModule, rounded: Mapping[str, Tensor], chosen: Mapping[str, Tensor]) -> None:
+        super().__init__(module, rounded)
+        self._chosen = chosen
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.name not in self._chosen:
+            return result
+        value, _, axis, *_ = self.fetch_args_kwargs_from_env(n)[0]
+        places = self._chosen[n.name]
+        numbers = value.take_along_dim(places, axis)
+        self.error = max(self.error, _apart(numbers, result[0]))
+        return numbers, places
 
 
 def explained(model: ir.Model, module: GraphModule, inputs: tuple[Tensor, ...]) -> float:
     """What difference rounding explains on `inputs`: TIMES what float32 makes of the module there, beside float64.
-    None where `difference` looks past rounding by itself: in half precision, and where the module rounds to integers.
+    None where `difference` looks past rounding by itself: in half precision, and where the module rounds to integers or
+    chooses.
     """
-    if half_of(model) is not None or roundings(module):
+    if half_of(model) is not None or roundings(module) or _chosen(module):
         return 0.0
     with torch.no_grad():
         exact = Wide(module).run(*inputs)
@@ -118,6 +141,11 @@ def _rounded(model: ir.Model, module: GraphModule) -> dict[str, str]:
     return {name: value for name, value in given.items() if name in own}
 
 
+def _chosen(module: GraphModule) -> dict[str, str]:
+    """The model's values that hold the places which nodes of the module choose, by the names of these."""
+    return {node.name: node.meta[CHOSEN] for node in module.graph.nodes if node.meta.get(CHOSEN)}
+
+
 def run(model: ir.Model, inputs: tuple[Tensor, ...], values: Sequence[str] = ()) -> list[Tensor]:
     """The model's results in onnxruntime, and the `values` on the way; what is quantised runs as it is written.
 
@@ -164,13 +192,16 @@ def run_file(path: Path, given: Sequence[tuple[Tensor, ...]], optimised: bool = 
 
 
 def _showing(model: ir.Model, values: Sequence[str]) -> ir.Model:
-    """A copy whose results are followed by `values`."""
+    """A copy whose results are followed by `values`: numbers that are rounded, and places that are chosen."""
     result = model.clone()
     made = {value.name: value for node in result.graph for value in node.outputs}
     known = made | {value.name: value for value in result.graph.inputs}
     for place, name in enumerate(values):
         shown = ir.node("Identity", [known[name]])
-        shown.outputs[0].name, shown.outputs[0].type = f"shown/{place}", ir.TensorType(ir.DataType.FLOAT)
+        maker = known[name].producer()
+        chosen = maker is not None and maker.op_type == "TopK" and known[name].index() == 1
+        kind = ir.DataType.INT64 if chosen else ir.DataType.FLOAT
+        shown.outputs[0].name, shown.outputs[0].type = f"shown/{place}", ir.TensorType(kind)
         result.graph.append(shown)
         result.graph.outputs.append(shown.outputs[0])
     return result
