@@ -12,9 +12,11 @@ from torch.export import Dim
 
 import attnrewrite as ar
 from attnrewrite.api import Conversion
+from attnrewrite.errors import Refusal
 from attnrewrite.frontends.batches import any_batch, fixed_batch
 from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.sources import Source, load_source
+from attnrewrite.passes.fx.open_batch import OpenBatch
 from attnrewrite.passes.in_batches import InBatches
 from attnrewrite.targets.base import Artifact, Target
 
@@ -113,6 +115,23 @@ def test_it_is_calibrated_and_evaluated_with_an_open_batch(converted: Conversion
     assert (converted.report["fixed_batch"], converted.report["fixed_batch_reason"]) == (None, None)
     assert converted.module(PICTURES).shape == (13, 5)
     assert [each.n for each in ar.evaluate(converted, PICTURES).values()] == [13, 13]
+
+
+def test_axes_of_one_in_a_file_keep_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are stacked before the batch of one, by the axes that the file names: nothing is left to guess."""
+
+    class Stacked(Pictures):
+        def forward(self, x: Tensor) -> Tensor:
+            answer = super().forward(x)
+            return torch.stack([answer, 2 * answer, answer.square()])[1]
+
+    torch.onnx.export(Stacked(1).eval(), (PICTURES[:1],), tmp_path / "stacked.onnx", dynamo=False, opset_version=17)
+    monkeypatch.setattr("attnrewrite.passes.fx.open_batch.MOST_TRIES", 1)
+    monkeypatch.setattr(OpenBatch, "_mapped", lambda *_: Refusal("not-mapped", "is to be followed"))
+    module = any_batch(load_source(tmp_path / "stacked.onnx"))
+    assert not isinstance(module, InBatches)
+    with torch.no_grad():
+        torch.testing.assert_close(module(PICTURES), one_by_one(Stacked(1).eval(), 1), rtol=1e-4, atol=1e-5)
 
 
 def test_an_onnx_file_keeps_its_signature(converted: Conversion, tmp_path: Path) -> None:

@@ -23,6 +23,29 @@ def _reshape(call: Call) -> Node:
     return call.emit(torch.reshape, call.operand(0), size)
 
 
+def _unsqueeze(call: Call) -> Node:
+    """Axes of one added by their places, which a size alone would leave open where the batch is one."""
+    axes = _axes_named(call)
+    if axes is None:
+        return _reshape(call)
+    made = call.operand(0)
+    for axis in sorted(axis % len(call.result()) for axis in axes):
+        made = call.emit(torch.unsqueeze, made, axis)
+    return made
+
+
+def _squeeze(call: Call) -> Node:
+    axes = _axes_named(call)
+    return _reshape(call) if axes is None else call.emit(torch.squeeze, call.operand(0), tuple(axes))
+
+
+def _axes_named(call: Call) -> list[int] | None:
+    """The axes that a node names, where it names any that are known."""
+    if not call.has(1):
+        return call.attribute("axes")
+    return call.whole_numbers(1) if call.importer.view.is_constant(call.name(1)) else None
+
+
 def _transpose(call: Call) -> Node:
     rank = len(call.shape(0))
     return call.emit(torch.permute, call.operand(0), list(call.attribute("perm", range(rank - 1, -1, -1))))
@@ -207,7 +230,7 @@ def _trilu(call: Call) -> Node:
 
 
 MOVES: dict[str, Callable[[Call], Any]] = {
-    "Reshape": _reshape, "Flatten": _reshape, "Squeeze": _reshape, "Unsqueeze": _reshape, "Transpose": _transpose,
+    "Reshape": _reshape, "Flatten": _reshape, "Squeeze": _squeeze, "Unsqueeze": _unsqueeze, "Transpose": _transpose,
     "Expand": _expand, "Tile": _tile, "Slice": _slice, "Split": _split, "Concat": _concat, "Gather": _gather,
     "GatherElements": _gather_elements, "GatherND": _gather_nd, "ScatterND": _scatter_nd, "Pad": _pad,
     "ScatterElements": _scatter_elements, "DepthToSpace": _depth_to_space, "SpaceToDepth": _space_to_depth,
