@@ -112,7 +112,7 @@ def image_axes(model: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[int
     None where there is no such axis.
     """
     two, three = (_taken(model, with_images(inputs, count)) for count in (2, 3))
-    if not isinstance(two, Refusal) and not isinstance(three, Refusal):
+    if not isinstance(two, Refusal) and not isinstance(three, Refusal) and len(tensors(two)) == len(tensors(three)):
         pairs = zip(tensors(two), tensors(three), strict=True)
         return tuple(next(iter(_following(*pair, 2)), None) for pair in pairs)
     with torch.no_grad():

@@ -88,6 +88,13 @@ def test_a_model_of_one_batch_size_has_the_images_along_the_first_axis() -> None
     assert held(lambda number: two(number) + 1, two).error == pytest.approx(5 * 2 / 10)
 
 
+def test_a_tensor_for_each_image_is_nothing_that_follows_them() -> None:
+    with pytest.raises(
+        InputError, match=r"original gives no numbers for each of 2 images .* \[\[2, 1, 1\], \[2, 1, 1\]\]"
+    ):
+        held(maps, lambda number: list(maps(number)))
+
+
 def test_an_output_that_is_alike_for_all_images_has_no_distance() -> None:
     assert held(lambda number: 0 * maps(number), lambda number: 0 * maps(number) + 1).error is None
 
@@ -101,6 +108,7 @@ def test_an_output_that_is_alike_for_all_images_has_no_distance() -> None:
             "result gives 2 outputs and not the 1 of the model that it is held",
         ),
         (lambda number: maps(number).long(), r"result gives no numbers for each of 2 images .* \[\[2, 2, 1, 1\]\]"),
+        (lambda number: list(maps(number)), "result gives 2 outputs and not the 1 of the model"),
         (lambda number: 3, "result gives no numbers for each of 2 images .* its output is int"),
         (lambda number: maps(number).log(), "result answers NaN or infinity where original gives numbers"),
     ],

@@ -72,8 +72,8 @@ class _Following(FromRounding):
 
 def explained(model: ir.Model, module: GraphModule, inputs: tuple[Tensor, ...]) -> float:
     """What difference rounding explains on `inputs`: TIMES what float32 makes of the module there, beside float64.
-    None where `difference` looks past rounding by itself: in half precision, and where the module rounds to integers or
-    chooses.
+    Nothing where `difference` looks past rounding by itself: in half precision, and where the module rounds to integers
+    or chooses.
     """
     if half_of(model) is not None or roundings(module) or _chosen(module):
         return 0.0
