@@ -106,17 +106,19 @@ def _mixed(fixed: Callable[..., Any], opened: Callable[..., Any], draws: Sequenc
     return _apart(found, wanted, batch + 1) or _off(opened, one, alone)
 
 
-def image_axes(model: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[int | None, ...]:
-    """Along which axis each tensor of a model's output has the images: the first that is as long as there are of them
-    with two and with three, where it takes both; else the first of all, where it is as long as the batch of `inputs`.
-    None where there is no such axis.
+def image_axes(model: Callable[..., Any], inputs: Sequence[Tensor], answer: Any) -> tuple[int | None, ...]:
+    """Along which axis each tensor of `answer`, which a model gives for `inputs`, has the images: the first that is as
+    long as there are of them with two and with three, where it takes both; else the first of all, where it is as long
+    as the batch of `inputs`. None where there is no such axis, or a tensor for each image.
     """
+    own = tensors(answer)
     two, three = (_taken(model, with_images(inputs, count)) for count in (2, 3))
-    if not isinstance(two, Refusal) and not isinstance(three, Refusal) and len(tensors(two)) == len(tensors(three)):
-        pairs = zip(tensors(two), tensors(three), strict=True)
-        return tuple(next(iter(_following(*pair, 2)), None) for pair in pairs)
-    with torch.no_grad():
-        return tuple(0 if each.shape[:1] == (_images(inputs),) else None for each in tensors(model(*inputs)))
+    if isinstance(two, Refusal) or isinstance(three, Refusal):
+        return tuple(0 if each.shape[:1] == (_images(inputs),) else None for each in own)
+    few, more = tensors(two), tensors(three)
+    if not len(few) == len(more) == len(own):
+        return (None,) * len(own)
+    return tuple(next(iter(_following(*pair, 2)), None) for pair in zip(few, more, strict=True))
 
 
 def _image_axis(of_batch: Tensor, of_one_more: Tensor, batch: int) -> int | None:

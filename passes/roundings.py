@@ -55,12 +55,12 @@ class FromRounding(Recording):
         result = super().run_node(n)
         if n.name not in self._given:
             return result
-        wanted = _laid_out(self._given[n.name], result.shape)
+        wanted = laid_out(self._given[n.name], result.shape)
         self.error = max(self.error, math.inf if wanted is None else known_error(result, wanted))
         return result if wanted is None else wanted.to(result.dtype)
 
 
-def _laid_out(value: Tensor | None, shape: torch.Size) -> Tensor | None:
+def laid_out(value: Tensor | None, shape: torch.Size) -> Tensor | None:
     """`value` as `shape`, where that is its own but for axes of one, as a graph mapped over images has one more."""
     if value is None or [size for size in value.shape if size != 1] != [size for size in shape if size != 1]:
         return value

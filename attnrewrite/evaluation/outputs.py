@@ -44,7 +44,7 @@ def evaluate_outputs(
     for batch in batches(
         modules, images, preprocessing, input_size=input_size, batch_size=batch_size, progress=progress
     ):
-        axes = axes or image_axes(modules[reference], batch.inputs)
+        axes = axes or image_axes(modules[reference], batch.inputs, batch.outputs[reference])
         wanted = _of_images(reference, batch, axes)
         for place, tensor in wanted.items():
             spreads.setdefault(place, Spread()).add(tensor)

@@ -341,3 +341,32 @@ def test_a_file_that_onnxruntime_optimised_and_saved_can_be_optimised_again(
     (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
     with torch.no_grad():
         np.testing.assert_allclose(found, done.module(images), rtol=1e-4, atol=1e-5)
+
+
+class _Best(nn.Module):
+    """[B, 12, 16] -> the five tokens whose rounded mean is largest, after one attention; many means are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(tokens).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = self.proj(((q @ k.transpose(-2, -1)) * 8**-0.5).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
+        best = tokens.mean(-1).round().topk(5).indices
+        return (tokens + attended).gather(1, best[..., None].expand(-1, -1, 16))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_file_that_chooses_among_equal_numbers_is_written(dynamic: bool, tmp_path: Path) -> None:
+    """Which of them torch chooses, onnxruntime does not."""
+    torch.manual_seed(0)
+    path, axes = tmp_path / "best.onnx", {"x": {0: "batch"}} if dynamic else None
+    torch.onnx.export(
+        _Best().eval(), (torch.randn(1, 12, 16),), path, dynamo=False, input_names=["x"], dynamic_axes=axes
+    )
+    done = ar.convert(path, variant="l1", calibration=[(torch.randn(24, 12, 16),)])
+    folder = done.save(tmp_path / "out")
+    (found,) = run(ir.load(folder / "model.onnx"), torch.randn(1, 12, 16).numpy())
+    assert found.shape == (1, 5, 16)

@@ -141,11 +141,7 @@ def _arg(function: Callable[..., Any]) -> Translation:
 def _top_k(call: Call) -> list[Node]:
     count = call.whole_numbers(1)[0] if call.has(1) else call.attribute("k")
     found = call.emit(torch.topk, call.operand(0), count, call.axis(-1), bool(call.attribute("largest", 1)))
-    found.meta[CHOSEN] = call.node.outputs[1].name
     return [call.emit(operator.getitem, found, place) for place in (0, 1)]
-
-
-CHOSEN = "chosen"  # in a node's meta: the value of the file that holds the places that were chosen
 
 
 def _cumsum(call: Call) -> Node:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import InputError, first_line
-from attnrewrite.frontends.onnx.arithmetic import CHOSEN
-from attnrewrite.passes.roundings import FromRounding, roundings, step_name
+from attnrewrite.passes.roundings import FromRounding, laid_out, roundings, step_name
 from attnrewrite.passes.verify import HALF, relative_error
 from attnrewrite.passes.wide import Wide
 from attnrewrite.patterns.onnx.files import quiet_ir
@@ -41,7 +40,7 @@ def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -
     if not isinstance(module, GraphModule):
         with torch.no_grad():
             return _largest(module(*inputs), run(model, inputs))
-    rounded, chosen = _rounded(model, module), _chosen(module)
+    rounded, chosen = _rounded(model, module), _chosen(model, module)
     wanted = run(model, inputs, (*rounded.values(), *chosen.values()))
     shown = dict(zip((*rounded, *chosen), wanted[len(model.graph.outputs) :], strict=True))
     compared = _Following(module, shown, {node: shown[node] for node in chosen})
@@ -63,9 +62,12 @@ class _Following(FromRounding):
         result = super().run_node(n)
         if n.name not in self._chosen:
             return result
-        value, _, axis, *_ = self.fetch_args_kwargs_from_env(n)[0]
-        places = self._chosen[n.name]
-        numbers = value.take_along_dim(places, axis)
+        (value, _, *axis), _ = self.fetch_args_kwargs_from_env(n)
+        places = laid_out(self._chosen[n.name], result[1].shape)
+        if places is None or places.shape != result[1].shape:
+            self.error = math.inf
+            return result
+        numbers = value.take_along_dim(places, axis[0] if axis else -1)
         self.error = max(self.error, _apart(numbers, result[0]))
         return numbers, places
 
@@ -75,7 +77,7 @@ def explained(model: ir.Model, module: GraphModule, inputs: tuple[Tensor, ...]) 
     Nothing where `difference` looks past rounding by itself: in half precision, and where the module rounds to integers
     or chooses.
     """
-    if half_of(model) is not None or roundings(module) or _chosen(module):
+    if half_of(model) is not None or roundings(module) or _chosen(model, module):
         return 0.0
     with torch.no_grad():
         exact = Wide(module).run(*inputs)
@@ -141,9 +143,14 @@ def _rounded(model: ir.Model, module: GraphModule) -> dict[str, str]:
     return {name: value for name, value in given.items() if name in own}
 
 
-def _chosen(module: GraphModule) -> dict[str, str]:
-    """The model's values that hold the places which nodes of the module choose, by the names of these."""
-    return {node.name: node.meta[CHOSEN] for node in module.graph.nodes if node.meta.get(CHOSEN)}
+def _chosen(model: ir.Model, module: GraphModule) -> dict[str, str]:
+    """The model's values that hold the places which nodes of the module choose, by the names of these: in their order,
+    where there are as many of both."""
+    choices = [node.outputs[1].name for node in model.graph if node.op_type == "TopK"]
+    nodes = [node.name for node in module.graph.nodes if node.target in (torch.topk, torch.ops.aten.topk.default)]
+    if len(nodes) != len(choices):
+        return {}
+    return {node: value for node, value in zip(nodes, choices, strict=True) if value}
 
 
 def run(model: ir.Model, inputs: tuple[Tensor, ...], values: Sequence[str] = ()) -> list[Tensor]:
