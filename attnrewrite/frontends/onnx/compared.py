@@ -20,7 +20,7 @@ from attnrewrite.patterns.onnx.files import quiet_ir
 from attnrewrite.patterns.onnx.operators import QUANTISED
 
 TOLERANCE = 1e-4
-TIMES = 8  # of the rounding in a module, that in onnxruntime may be: by hand, on a bad model, 2 and less and once 103
+TIMES = 8  # what onnxruntime may lose to rounding, of what the module does: of an ill-conditioned one up to 2, once 103
 _HALF = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
 _ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear")
 
