@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.console import Group
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from attnrewrite.conversion.convert import convert_source
-from attnrewrite.conversion.loading import Model, examine, heeding_all, load, load_beside
+from attnrewrite.conversion.loading import Model, examine, known_keywords_only, load, load_beside
 from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.sites import planned_sites, site_facts
 from attnrewrite.errors import InputError, Refusal, refuse_given, required, told, whole_number
@@ -38,10 +39,10 @@ from attnrewrite.targets.record import is_package
 from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.registry import get_variant, variants
 
-Data = str | Path | Images | Iterable[Tensor]
+Data = str | Path | Images | Iterable[Tensor] | Dataset[Any]
 
 
-@heeding_all
+@known_keywords_only
 def explain(source: Model, example_inputs: tuple[Tensor, ...] | None = None, **how: Any) -> Scan:
     """Every attention of a model, as a site or as a near miss with its reason.
 
@@ -60,7 +61,7 @@ def supported(found: Scan) -> dict[str, dict[str, Refusal | None]]:
     return {site.id: {name: refusal_of(v, site) for name, v in known.items()} for site in found.sites}
 
 
-@heeding_all
+@known_keywords_only
 def convert(
     source: Model,
     example_inputs: tuple[Tensor, ...] | None = None,
@@ -115,7 +116,7 @@ def convert(
     return convert_source(load(source, example_inputs, **how), chosen, request, execution, keep, keep_bad)
 
 
-@heeding_all
+@known_keywords_only
 def evaluate(
     source: Model,
     data: Data,
@@ -150,7 +151,7 @@ def evaluate(
     return _evaluated(loaded, modules, images, loaded.preprocessing, first, **how_run)
 
 
-@heeding_all
+@known_keywords_only
 def lower(
     source: Model,
     target: str,
@@ -289,7 +290,7 @@ class Comparison(records.Comparison):
         return Path(path)
 
 
-@heeding_all
+@known_keywords_only
 def compare(
     models: Mapping[str, Model],
     example_inputs: tuple[Tensor, ...] | None = None,

@@ -27,14 +27,17 @@ HOW = ("checkpoint", "input_size", "mean", "std")  # what `how` may hold
 OF_PICTURES = ("mean", "std")  # those of them that a model which is loaded already heeds, too
 
 
-def heeding_all(verb: Callable[P, T]) -> Callable[P, T]:
-    """`verb`, which takes keywords of its own and HOW, refusing others by name: InputError suggests the nearest."""
+def known_keywords_only(verb: Callable[P, T]) -> Callable[P, T]:
+    """`verb`, which hands on as `how` what it does not know itself: an InputError names a keyword that is neither its
+    own nor in HOW, and suggests the nearest that is.
+    """
     known = {name for name, each in signature(verb).parameters.items() if each.kind is not each.VAR_KEYWORD} | {*HOW}
 
     @wraps(verb)
     def checked(*given: P.args, **named: P.kwargs) -> T:
-        for name in named.keys() - known:
-            raise unknown_name("keyword", name, known)
+        for name in named:
+            if name not in known:
+                raise unknown_name("keyword", name, known)
         return verb(*given, **named)
 
     return checked

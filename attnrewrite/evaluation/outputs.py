@@ -64,8 +64,9 @@ def evaluate_outputs(
 
 
 def _of_images(name: str, batch: Batch, axes: Sequence[int | None]) -> dict[int, Tensor]:
-    """What a model gives for each image of its own, [images, ...], by the place among its tensors; `axes` are those
-    along which these have the images."""
+    """What a model gives for each image of its own, [images, ...], by the place among its tensors, which have the
+    images along `axes`.
+    """
     output = batch.outputs[name]
     given = tensors(output)
     if given and len(given) != len(axes):
@@ -75,7 +76,7 @@ def _of_images(name: str, batch: Batch, axes: Sequence[int | None]) -> dict[int,
         )
     found = {
         place: tensor.movedim(axis, 0)[: batch.own]
-        for place, (tensor, axis) in enumerate(zip(given, axes, strict=bool(given)))
+        for place, (tensor, axis) in enumerate(zip(given, axes, strict=False))
         if tensor.is_floating_point() and axis is not None and tensor.shape[axis : axis + 1] == (batch.size,)
     }
     if not found:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from attnrewrite.errors import InputError, short
 from attnrewrite.files import as_path
@@ -247,7 +248,7 @@ def _hash(parts: Iterable[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
-def load_images(data: "str | Path | Images | Iterable", skip_bad: bool = False) -> Images:
+def load_images(data: "str | Path | Images | Iterable | Dataset[Any]", skip_bad: bool = False) -> Images:
     """Images from a folder (flat, or one subfolder per class in order of name), an .npz, or an iterable.
 
     An `.npz` holds `x` uint8 [N, H, W] or [N, H, W, C] and optionally integer labels `y` [N]. An iterable (a list, a

@@ -29,9 +29,10 @@ from attnrewrite.patterns.onnx.operators import QUANTISED, SHAPE_ONLY, UNQUANTIS
 from attnrewrite.patterns.onnx.recognise import attribute_name
 from attnrewrite.patterns.onnx.sizes import reading, real_inputs
 
-NUMBERS = range(128), range(2), range(1, 2)  # that name no row: any; such as a mask has; of one that keeps all
-FURTHER = range(1, 3)  # seeds of inputs that the import is right on, too, where it is off on the first by no more than
-LITTLE = 1e-2
+# Whole numbers that name no row of a table, tried until the model has an answer: any; a mask's; one's that keeps all.
+NUMBERS = range(128), range(2), range(1, 2)
+LITTLE = 1e-2  # a larger difference is no rounding
+FURTHER = range(1, 3)  # the seeds of more inputs, for an import that is off by LITTLE or less on the first
 
 TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS | ROUNDINGS
 
