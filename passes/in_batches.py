@@ -1,6 +1,8 @@
 """A model that takes one batch size, given any number of images; and whether it answers each image by itself."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import Draw
 from attnrewrite.passes.verify import HALF, known_error, outputs, tensors
 from attnrewrite.passes.wide import Wide
+
+Answers = tuple[tuple[Tensor, ...], ...]  # the outputs for each of several draws
 
 APART_TOLERANCE = 1e-4  # the same operations on more images at once, but for the order of the sums
 
@@ -62,28 +66,66 @@ def _images(inputs: Sequence[Tensor]) -> int:
     return next((len(tensor) for tensor in inputs if tensor.dim()), 1)
 
 
-def images_mixed(fixed: Callable[..., Any], opened: Callable[..., Any], draws: Sequence[Draw]) -> Refusal | None:
-    """Whether `opened` answers an image otherwise than `fixed` does, of whose own batch size the draws are.
+@dataclass(frozen=True)
+class Known:
+    """What `model` answers to `draws` of its own batch size: asked once, however many graphs are held to it."""
 
-    The first draw and one image of the last go in together, then that image alone. Rounding differs with the batch, and
-    decides where a model chooses among what is nearly alike, such as its best queries: of graphs, float64 tells.
+    model: Callable[..., Any]
+    draws: tuple[Draw, ...]
+
+    @cached_property
+    def answers(self) -> Answers | Refusal:
+        """Its outputs for each draw, or why it takes none of them."""
+        return self._asked(self.model)
+
+    @cached_property
+    def wide(self) -> Answers | Refusal:
+        """The same in float64, of a graph."""
+        assert isinstance(self.model, GraphModule)
+        return self._asked(Wide(self.model).run)
+
+    def _asked(self, model: Callable[..., Any]) -> Answers | Refusal:
+        try:
+            with torch.no_grad(), without_torch_logs():
+                return tuple(tuple(outputs(model(*draw.inputs))) for draw in self.draws)
+        except Exception as failure:  # a model refuses an input in its own words
+            return Refusal("draw-refused", f"does not take inputs like its example: {first_line(failure)}")
+
+
+def images_mixed(known: Known, opened: Callable[..., Any]) -> Refusal | None:
+    """Whether `opened` answers an image otherwise than is known of the model. The first draw and one image of the last
+    go in together, then that image alone.
     """
-    found = _mixed(fixed, opened, draws)
+    return _decided(known, opened, _mixed)
+
+
+def answers_otherwise(known: Known, opened: Callable[..., Any]) -> Refusal | None:
+    """Whether `opened` answers the first draw otherwise than is known of the model."""
+    return _decided(known, opened, lambda run, draws, answers: _off(run, draws[0].inputs, answers[0]))
+
+
+def _decided(
+    known: Known,
+    opened: Callable[..., Any],
+    differs: Callable[[Callable[..., Any], tuple[Draw, ...], Answers], Refusal | None],
+) -> Refusal | None:
+    """Rounding differs with the batch, and decides where a model chooses among what is nearly alike, such as its best
+    queries: of graphs, float64 tells.
+    """
+    answers = known.answers
+    found = answers if isinstance(answers, Refusal) else differs(opened, known.draws, answers)
     if found is None or found.code != "images-mixed":
         return found
-    if not isinstance(fixed, GraphModule) or not isinstance(opened, GraphModule):
+    if not isinstance(known.model, GraphModule) or not isinstance(opened, GraphModule):
         return found
-    return _mixed(Wide(fixed).run, Wide(opened).run, draws)
+    wide = known.wide
+    return wide if isinstance(wide, Refusal) else differs(Wide(opened).run, known.draws, wide)
 
 
-def _mixed(fixed: Callable[..., Any], opened: Callable[..., Any], draws: Sequence[Draw]) -> Refusal | None:
+def _mixed(opened: Callable[..., Any], draws: tuple[Draw, ...], answers: Answers) -> Refusal | None:
     first, last = draws[0].inputs, draws[-1].inputs
+    known, other = answers[0], answers[-1]
     batch = first[0].shape[0]
-    try:
-        with torch.no_grad(), without_torch_logs():
-            known, other = outputs(fixed(*first)), outputs(fixed(*last))
-    except Exception as failure:  # a model refuses an input in its own words
-        return Refusal("draw-refused", f"does not take inputs like its example: {first_line(failure)}")
     one = with_images(last, 1)
     more = tuple(
         torch.cat([mine, theirs[:1]]) if mine.dim() and mine.shape[0] == batch else mine
@@ -136,14 +178,6 @@ def _following(of_batch: Tensor, of_one_more: Tensor, batch: int) -> list[int]:
         return []
     pairs = enumerate(zip(of_batch.shape, of_one_more.shape, strict=True))
     return [axis for axis, pair in pairs if pair == (batch, batch + 1)]
-
-
-def answers_otherwise(
-    model: Callable[..., Any], opened: Callable[..., Any], inputs: Sequence[Tensor]
-) -> Refusal | None:
-    """Whether `opened` answers `inputs` otherwise than `model` does."""
-    with torch.no_grad():
-        return _off(opened, inputs, outputs(model(*inputs)))
 
 
 def _off(opened: Callable[..., Any], inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Refusal | None:

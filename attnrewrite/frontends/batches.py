@@ -16,7 +16,7 @@ from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.draws import drawn_alike
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.open_batch import OpenBatch
-from attnrewrite.passes.in_batches import InBatches, images_mixed, with_images
+from attnrewrite.passes.in_batches import InBatches, Known, images_mixed, with_images
 from attnrewrite.passes.tracing import export_program
 from attnrewrite.patterns.fx.operators import is_open
 
@@ -63,7 +63,7 @@ def fed_apart(captured: Captured) -> Captured:
 def _mixed(model: nn.Module, example: tuple[Tensor, ...]) -> Refusal | None:
     """Whether a model answers an image otherwise beside others, or takes no other batch than the example's."""
     try:
-        return images_mixed(model, model, drawn_alike(example))
+        return images_mixed(Known(model, drawn_alike(example)), model)
     except NotImplementedError as error:  # torch draws no numbers of some types
         return Refusal("not-drawn", f"takes what nothing is drawn of: {first_line(error)}")
 

@@ -23,7 +23,7 @@ from attnrewrite.passes.fx.batch_compared import compare
 from attnrewrite.passes.fx.batch_followed import Guesses, follow
 from attnrewrite.passes.fx.batch_mapped import map_images
 from attnrewrite.passes.fx.batch_symbols import symbolic, with_sizes
-from attnrewrite.passes.in_batches import answers_otherwise, images_mixed, with_images
+from attnrewrite.passes.in_batches import Known, answers_otherwise, images_mixed, with_images
 from attnrewrite.patterns.fx.operators import is_open
 
 MOST_TRIES = 32  # ways to read the sizes of a graph for one image
@@ -83,25 +83,26 @@ class OpenBatch(Pass[GraphModule]):
             return Refusal("other-example", f"does not take its example: {error}")
         batch = int(sizes[0][0])
         open_inputs = [place for place, size in enumerate(sizes) if len(size) and int(size[0]) == batch]
+        known, wider = Known(graph, draws[:2]), self._known_wider()
         why: Refusal | None = None  # the first way's: it reads the graph as it most likely is meant
         for each in self._opened(graph, batch, open_inputs):
             refusal = each if isinstance(each, Refusal) else None
             if isinstance(each, GraphModule):
                 refusal = with_sizes(each, symbolic(self.example, open_inputs, READ_WITH))
-                refusal = refusal or images_mixed(graph, each, (draws[0], draws[1])) or self._otherwise_wider(each)
+                refusal = refusal or images_mixed(known, each)
+                refusal = refusal or (None if wider is None else answers_otherwise(wider, each))
                 if refusal is None:
                     return PassResult(each, tuple(_edits(graph, each)))
             why = why or refusal
         assert why is not None
         return why
 
-    def _otherwise_wider(self, opened: GraphModule) -> Refusal | None:
-        """Whether the capture with another batch answers otherwise."""
+    def _known_wider(self) -> Known | None:
+        """What the capture with another batch answers."""
         if self.wider is None:
             return None
         count = int(_placeholders(self.wider)[0].meta["val"].shape[0])
-        inputs = drawn(self.wider, with_images(self.example, count))[1].inputs
-        return answers_otherwise(self.wider, opened, inputs)
+        return Known(self.wider, drawn(self.wider, with_images(self.example, count))[1:2])
 
     def _opened(self, graph: GraphModule, batch: int, open_inputs: list[int]) -> Iterator[GraphModule | Refusal]:
         """The ways to open the graph, not yet checked, or why one failed."""

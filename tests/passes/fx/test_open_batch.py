@@ -14,7 +14,7 @@ from attnrewrite.passes.draws import drawn_alike
 from attnrewrite.passes.fx.batch_mapped import map_images
 from attnrewrite.passes.fx.functionalise import functional_graph
 from attnrewrite.passes.fx.open_batch import OpenBatch
-from attnrewrite.passes.in_batches import InBatches, images_mixed, with_images
+from attnrewrite.passes.in_batches import InBatches, Known, images_mixed, with_images
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
@@ -393,6 +393,6 @@ def small_alone(x: Tensor) -> Tensor:
     ],
 )
 def test_what_says_nothing_of_the_images_is_refused(model: Callable[[Tensor], object], code: str, part: str) -> None:
-    found = images_mixed(model, model, drawn_alike((torch.randn(2, 30).clamp(-3, 3),)))
+    found = images_mixed(Known(model, drawn_alike((torch.randn(2, 30).clamp(-3, 3),))), model)
     assert isinstance(found, Refusal)
     assert (found.code, part in found.sentence) == (code, True), found
