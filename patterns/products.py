@@ -243,4 +243,6 @@ def _no_values(graph: GraphView, scores: ScorePath, path: tuple[str, ...], after
                 "normalised-over-queries",
                 "the softmax runs over one axis of the scores and the product with the values over the other",
             )
+    if after.weigh_weights:
+        return Refusal("no-values", "the probabilities weigh what is made of weights alone, no values of the input")
     return Refusal("no-values", "no product with values reads the probabilities")

@@ -213,17 +213,20 @@ class ValuePath:
 
 @dataclass(frozen=True)
 class Probabilities:
-    """What becomes of the probabilities: the products that read them, and whether anything else does."""
+    """What becomes of the probabilities: the products that read them, and whether anything else does; `weigh_weights`:
+    whether they weigh what is made of weights alone.
+    """
 
     products: tuple[ValuePath, ...]
     escape: bool
+    weigh_weights: bool = False
 
 
 def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
     """Every product that reads the probabilities, through movement, elementwise maps and the mixing of heads."""
     products: list[ValuePath] = []
     joins: dict[str, list[tuple[str, ...]]] = {}
-    escape = False
+    escape = weigh_weights = False
     pending: list[tuple[str, tuple[str, ...], bool, tuple[Refusal, ...]]] = [(softmax, (), False, ())]
     seen, divided = {softmax}, "divided" in graph.operation(softmax).attributes
     while pending:
@@ -240,10 +243,12 @@ def walk_forward(graph: GraphView, softmax: str) -> Probabilities:
                 joins.setdefault(user, []).append(step)
             elif user in seen or (passed := _passage(graph, operation, value, softmax)) is None:
                 escape = True
+                weigh_weights |= operation.kind in ("matmul", "linear")
             else:
                 seen.add(user)
                 pending.append((user, step, talking or passed.mixes_heads, (*obstacles, *passed.obstacles)))
-    return Probabilities(tuple(replace(found, others=_others(found.path, joins)) for found in products), escape)
+    found = tuple(replace(product, others=_others(product.path, joins)) for product in products)
+    return Probabilities(found, escape, weigh_weights)
 
 
 @dataclass(frozen=True)

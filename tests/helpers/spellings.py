@@ -582,6 +582,11 @@ def scores_alone(m: Any, x: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1)).softmax(-1).sum(1) + v.mean()
 
 
+def learned_values(m: Any, x: Tensor) -> Tensor:
+    q, k, _ = unpacked(m, x)
+    return m.proj(merged((q @ k.transpose(-2, -1)).softmax(-1) @ m.proj.weight[:, : q.shape[-1]][: k.shape[-2]]))
+
+
 def exponentials_alone(m: Any, x: Tensor) -> Tensor:
     q, k, v = unpacked(m, x)
     return m.proj(merged((q @ k.transpose(-2, -1)).exp() @ v))
@@ -624,6 +629,7 @@ NEAR_MISSES: list[tuple[str, str, Spelling]] = [
     ("normalised-over-queries", "over the other", Spelling("slots", packed, slots)),
     ("wrong-axis", "neither queries nor keys", Spelling("over heads", packed, over_heads)),
     ("no-values", "no product with values", Spelling("scores alone", packed, scores_alone)),
+    ("no-values", "weights alone", Spelling("learned values", packed, learned_values)),
     ("unnormalised", "by their own sum", Spelling("exponentials alone", packed, exponentials_alone)),
     ("batch-mixing", "over images", Spelling("across images", packed, across_images)),
     (
