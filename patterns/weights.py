@@ -75,15 +75,20 @@ def pick(site_id: str, fingerprint: str | None, sites: Sequence[AttentionSite]) 
     return next((site for site in alike if site.id == site_id), alike[0] if alike else None)
 
 
-def named_after(found: Scan, own: Scan | None) -> Scan:
-    """`found` with the names that a model's own graph gives the sites of the same weights."""
+def as_in_file(found: Scan, own: Scan | None) -> Scan:
+    """`found` in the graph that a file was imported as, with what the file's `own` graph calls the sites of the same
+    weights; and without a core, or a grid, that is not seen in the file: no form that needs it could be written there.
+    """
     free = [] if own is None else list(own.sites)
     sites = []
     for site in found.sites:
         same = pick(site.id, site.fingerprint, free)
         if same is not None:
             free.remove(same)
-        sites.append(replace(site, name=same.name if same else site.name))
+            site = replace(site, name=same.name, grid=site.grid if same.grid else None)
+        if same is not None and same.core is None and site.core is not None:
+            site = replace(site, core=None, core_reason=same.core_reason)
+        sites.append(site)
     return replace(found, sites=tuple(sites))
 
 

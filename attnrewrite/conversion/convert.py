@@ -32,7 +32,7 @@ from attnrewrite.passes.site_module import written_value
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned
-from attnrewrite.patterns.weights import named_after, sketch
+from attnrewrite.patterns.weights import as_in_file, sketch
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Calibration, Execution
 from attnrewrite.selection.problem import Auto
@@ -185,7 +185,7 @@ def _with_heads_joined(
     ids of the sites to keep.
     """
     scanned = scan_graph(captured.module, source.name)
-    apart = named_after(scanned.scan, source.onnx_scan)
+    apart = as_in_file(scanned.scan, source.onnx_scan)
     kept = kept_sites(apart, keep)
     return with_joined_heads(replace(scanned, scan=apart), groups_without(apart, kept)), kept
 

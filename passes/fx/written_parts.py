@@ -159,9 +159,9 @@ def _stacked(node: Node, base: Node, source: Node, written: _Written, length: in
 
 def _added(node: Node, base: Node, source: Node) -> Node | None:
     """The sum of all of `base` and what is added to the part of it that is written back, with zeros around that."""
-    place, axis = _place(node), _axis(node) - _value(base).dim()
+    positions, axis = _positions(node), _axis(node) - _value(base).dim()
     length, addends = _value(base).shape[axis], _addends(source, node)
-    if not addends or place is None or not isinstance(length, int):
+    if not addends or not positions or not isinstance(length, int):
         return None
     single, wanted = operator_name(node) == "select_scatter", _value(source).shape
 
@@ -171,11 +171,20 @@ def _added(node: Node, base: Node, source: Node) -> Node | None:
         part = part.reshape((*[1] * (-axis - single - part.dim()), *part.shape))
         part = part.unsqueeze(axis) if single else part
         sizes = [-1] * part.dim()
-        sizes[axis] = place[1] - place[0]
-        around = [0] * (2 * (-axis - 1)) + [place[0], length - place[1]]
-        return whole + aten.constant_pad_nd.default(part.expand(sizes), around)
+        sizes[axis] = len(positions)
+        around = [0] * (2 * (-axis - 1)) + [positions[0], length - 1 - positions[-1]]
+        return whole + aten.constant_pad_nd.default(_spaced(part.expand(sizes), axis, positions.step), around)
 
     return _put(compute, [base, *(addend.node for addend in addends)], node)
+
+
+def _spaced(part: Tensor, axis: int, step: int) -> Tensor:
+    """`part` with zeros between its elements along an axis, counted from behind, so that they stand `step` apart."""
+    if step == 1:
+        return part
+    behind = [0] * (2 * (-axis - 1))
+    filled = aten.constant_pad_nd.default(part.unsqueeze(axis), [*behind, 0, step - 1]).flatten(axis - 1, axis)
+    return filled.narrow(axis, 0, filled.shape[axis] - step + 1)
 
 
 @dataclass(frozen=True)
@@ -290,15 +299,20 @@ def _where(node: Node) -> tuple[Any, ...]:
 
 def _place(node: Node) -> tuple[int, int] | None:
     """Where along its axis a write goes; None where its bounds are no numbers, or it leaves positions out."""
+    positions = _positions(node)
+    return (positions.start, positions.stop) if positions and positions.step == 1 else None
+
+
+def _positions(node: Node) -> range | None:
+    """The positions along its axis that a write goes to; None where its bounds are no numbers."""
     length = _value(node).shape[_axis(node)]
     if operator_name(node) == "select_scatter":
         index = node.args[3]
-        return (index % length, index % length + 1) if isinstance(index, int) and isinstance(length, int) else None
-    start, end, step = _bounds(node)
-    if step != 1 or not all(each is None or isinstance(each, int) for each in (start, end, length)):
+        return range(length)[index:][:1] if isinstance(index, int) and isinstance(length, int) else None
+    bounds = _bounds(node)
+    if not all(each is None or isinstance(each, int) for each in (*bounds, length)):
         return None
-    first, last, _ = slice(start, end).indices(length)
-    return (first, last) if first < last else None
+    return range(length)[slice(*bounds)]
 
 
 def _bounds(node: Node) -> tuple[Any, Any, Any]:

@@ -608,8 +608,11 @@ def test_what_float32_loses_in_the_module_explains_a_difference(body: str, lost:
     assert (allowed > TOLERANCE) is lost
 
 
-def test_a_choice_among_equal_numbers_is_followed_and_a_wrong_one_seen() -> None:
-    body = "r = Round(x) k = Constant<value_ints=[3]>() v, i = TopK(r, k) y = GatherElements<axis=2>(x, i)"
+@pytest.mark.parametrize("kind", [1, 10])
+def test_a_choice_among_equal_numbers_is_followed_and_a_wrong_one_seen(kind: int) -> None:
+    """In float32 and in float16."""
+    body = f"h = Cast<to={kind}>(x) r = Round(h) k = Constant<value_ints=[3]>() v, i = TopK(r, k)"
+    body += " g = GatherElements<axis=2>(h, i) y = Cast<to=1>(g)"
     graph = OnnxGraph(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float[B,10,3] y")))
     module, inputs = import_graph(graph)
     assert difference(graph.source, module, inputs) <= TOLERANCE

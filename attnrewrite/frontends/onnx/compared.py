@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.roundings import FromRounding, laid_out, roundings, step_name
 from attnrewrite.passes.verify import HALF, relative_error
-from attnrewrite.passes.wide import Wide
+from attnrewrite.passes.wide import Recording, Wide
 from attnrewrite.patterns.onnx.files import quiet_ir
 from attnrewrite.patterns.onnx.operators import QUANTISED
 
@@ -34,44 +34,50 @@ def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -
     onnxruntime chose, and goes on from these. A rounding that the model lacks is an infinite difference. What computes
     in half precision rounds at other places in onnxruntime than in torch: both are compared as they mean it, without.
     """
-    if isinstance(module, GraphModule) and half_of(model) is not None and not roundings(module):
-        wanted = run(in_float32(model), tuple(t.float() if t.dtype in HALF else t for t in inputs))
-        with torch.no_grad():
-            return _largest(Wide(module).run(*inputs), wanted)
     if not isinstance(module, GraphModule):
         with torch.no_grad():
             return _largest(module(*inputs), run(model, inputs))
     rounded, chosen = _rounded(model, module), _chosen(model, module)
-    wanted = run(model, inputs, (*rounded.values(), *chosen.values()))
+    is_half = half_of(model) is not None and not roundings(module)
+    given = tuple(t.float() if t.dtype in HALF else t for t in inputs) if is_half else inputs
+    wanted = run(in_float32(model) if is_half else model, given, (*rounded.values(), *chosen.values()))
     shown = dict(zip((*rounded, *chosen), wanted[len(model.graph.outputs) :], strict=True))
     own, places = ({name: shown[name] for name in names} for names in (rounded, chosen))
-    compared = _Following(module, own, places)
+    compared = _WideFromChoices(module, places) if is_half else _FromChoices(module, places, own)
     with torch.no_grad():
         found = compared.run(*inputs)
     return max(compared.error, _largest(found, wanted[: len(model.graph.outputs)]))
 
 
-class _Following(FromRounding):
+class _Following(Recording):
     """Goes on from the places that `chosen` has, by the name of the node that chooses; how far the numbers there are
     from its own choice counts among the errors.
     """
 
-    def __init__(self, module: GraphModule, rounded: Mapping[str, Tensor], chosen: Mapping[str, Tensor]) -> None:
-        super().__init__(module, rounded)
-        self._chosen = chosen
+    def __init__(self, module: GraphModule, chosen: Mapping[str, Tensor], *how: Any) -> None:
+        super().__init__(module, *how)
+        self.error, self.chosen = 0.0, chosen
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if n.name not in self._chosen:
+        if n.name not in self.chosen:
             return result
         (value, _, *axis), _ = self.fetch_args_kwargs_from_env(n)
-        places = laid_out(self._chosen[n.name], result[1].shape)
+        places = laid_out(self.chosen[n.name], result[1].shape)
         if places is None or places.shape != result[1].shape:
             self.error = math.inf
             return result
         numbers = value.take_along_dim(places, axis[0] if axis else -1)
         self.error = max(self.error, _apart(numbers, result[0]))
         return numbers, places
+
+
+class _FromChoices(_Following, FromRounding):
+    """From rounding to rounding, too."""
+
+
+class _WideFromChoices(_Following, Wide):
+    """In float64."""
 
 
 def explained(model: ir.Model, module: GraphModule, inputs: tuple[Tensor, ...]) -> float:

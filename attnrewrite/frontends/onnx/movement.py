@@ -154,14 +154,15 @@ def _scatter_nd(call: Call) -> Node:
     return _written(call, call.operand(0), tuple(box.items()))
 
 
-def _written(call: Call, data: Node, box: Sequence[tuple[int, tuple[int, int]]]) -> Node:
+def _written(call: Call, data: Node, box: Sequence[tuple[int, range]]) -> Node:
     """`data` with the updates at `box`, as torch writes into slices."""
     if not box:
         return call.operand(2)
-    axis, ends = box[0]
-    part = call.emit(torch.ops.aten.slice.Tensor, data, axis, *ends)
+    axis, positions = box[0]
+    where = (axis, positions.start, positions.stop, positions.step)
+    part = call.emit(torch.ops.aten.slice.Tensor, data, *where)
     written = _written(call, part, box[1:])
-    return call.emit(torch.ops.aten.slice_scatter.default, data, written, axis, *ends)
+    return call.emit(torch.ops.aten.slice_scatter.default, data, written, *where)
 
 
 def _pad(call: Call) -> Node:

@@ -14,12 +14,13 @@ Place = tuple[slice | int, ...]
 
 @st.composite
 def _places(draw: st.DrawFn) -> Place:
-    """Where an assignment goes in a tensor of SHAPE: a position or a range of each of its last axes."""
+    """Where an assignment goes in a tensor of SHAPE: a position or a range, in steps, of each of its last axes."""
     place: list[slice | int] = [slice(None)]
     for length in SHAPE[1:]:
         first = draw(st.integers(-length, length - 1))
         last = draw(st.sampled_from([None, *range(first % length + 1, length + 1)]))
-        place.append(draw(st.sampled_from([first, slice(first, last), slice(None)])))
+        step = draw(st.integers(1, 3))
+        place.append(draw(st.sampled_from([first, slice(first, last, step), slice(None)])))
     return tuple(place)
 
 

@@ -1,5 +1,6 @@
 """What a file writes into a part of a tensor: a sum is read as one, and what fills a box as a write into slices."""
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -27,8 +28,9 @@ def _boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[slice]]:
     size = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     firsts = [draw(st.integers(0, length - 1)) for length in size]
     lasts = [draw(st.integers(first + 1, length)) for first, length in zip(firsts, size, strict=True)]
+    steps = [draw(st.integers(1, 3)) for _ in size]
     axes = draw(st.integers(1, len(size)))
-    return tuple(size), [slice(*ends) for ends in zip(firsts[:axes], lasts[:axes], strict=True)]
+    return tuple(size), [slice(*ends) for ends in list(zip(firsts, lasts, steps, strict=True))[:axes]]
 
 
 @given(_boxes(), st.booleans(), st.randoms(use_true_random=False))
@@ -37,7 +39,8 @@ def test_a_box_is_found_and_nothing_else(
 ) -> None:
     size, ranges = drawn
     places = np.moveaxis(np.mgrid[tuple(ranges)], 0, -1)
-    wanted = {axis: (cut.start, cut.stop) for axis, cut in enumerate(ranges) if cut != slice(0, size[axis])}
+    found = {axis: range(size[axis])[cut] for axis, cut in enumerate(ranges)}
+    wanted = {axis: positions for axis, positions in found.items() if positions != range(size[axis])}
     assert box_of(places - np.array(size[: len(ranges)]) * from_behind, size) == wanted
     order = np.arange(len(places))
     random.shuffle(order)
@@ -66,19 +69,32 @@ class _Relative(nn.Module):
         return self.proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))[:, 0]
 
 
-@pytest.fixture(scope="module")
-def relative() -> nn.Module:
-    torch.manual_seed(0)
-    return _Relative().eval()
+class _Shifted(nn.Module):
+    """[B, 9, 16] -> [B, 16]: windows of two tokens, 2 x 2 of them, of which the last row and column are masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.rows, self.columns = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = self.qkv(x[:, 1:].reshape(-1, 4, 2, 16))
+        query, key, value = windows.unflatten(-1, (3, 2, 8)).permute(3, 0, 4, 1, 2, 5)
+        scores = query @ key.transpose(-2, -1) * 8**-0.5
+        scores[:, :, -2:] += self.rows
+        scores[:, :, 1::2] += self.columns
+        return self.proj((scores.softmax(-1) @ value).permute(0, 2, 3, 1, 4).flatten(3)).mean((1, 2))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("axes", [None, {"x": {0: "batch"}}], ids=["one", "open"])
-def test_positions_added_behind_a_class_token_are_a_bias(
-    relative: nn.Module, axes: dict[str, dict[int, str]] | None, dynamo: bool, tmp_path: Path
+@pytest.mark.parametrize("kind", [_Relative, _Shifted])
+def test_what_is_added_to_parts_of_the_scores_is_a_bias(
+    kind: Callable[[], nn.Module], axes: dict[str, dict[int, str]] | None, dynamo: bool, tmp_path: Path
 ) -> None:
-    file, images = tmp_path / "relative.onnx", TOKENS[: 2 if axes else 1]
+    torch.manual_seed(0)
+    relative, file, images = kind().eval(), tmp_path / "relative.onnx", TOKENS[: 2 if axes else 1]
     shapes = {"dynamic_shapes": [{0: "batch"}]} if dynamo and axes else {"dynamic_axes": None if dynamo else axes}
     torch.onnx.export(relative, (images,), file, input_names=["x"], dynamo=dynamo, verbose=False, **shapes)
     (site,) = ar.explain(file).sites
