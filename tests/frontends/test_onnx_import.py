@@ -608,6 +608,12 @@ def test_what_float32_loses_in_the_module_explains_a_difference(body: str, lost:
     assert (allowed > TOLERANCE) is lost
 
 
+def test_what_is_compared_in_float32_stays_in_half_precision_itself() -> None:
+    graph = OnnxGraph(ir.serde.deserialize_model(proto("y = Relu(x)", 17, "float16[B,4] x", "float16[B,4] y")))
+    import_graph(graph)
+    assert [value.dtype for value in graph.source.graph.inputs] == [ir.DataType.FLOAT16]
+
+
 @pytest.mark.parametrize("kind", [1, 10])
 def test_a_choice_among_equal_numbers_is_followed_and_a_wrong_one_seen(kind: int) -> None:
     """In float32 and in float16."""

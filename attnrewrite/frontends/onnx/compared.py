@@ -124,7 +124,7 @@ def in_float32(model: ir.Model) -> ir.Model:
         made = (value for node in graph for value in node.outputs)
         for value in (*graph.inputs, *graph.initializers.values(), *made):
             if value.dtype in _HALF:
-                value.dtype = ir.DataType.FLOAT
+                value.type = ir.TensorType(ir.DataType.FLOAT)  # the copy's own: what it had is the model's, too
             if value.const_value is not None:
                 value.const_value = _wider(value.const_value)
         for node in graph:
