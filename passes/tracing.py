@@ -2,7 +2,8 @@
 
 Nothing here reads it, and it would go into the files that are written (what a program that is given says of its nodes
 stays). A node's history holds that of the node it was made from, copied whole: after a few traces, hundreds of objects
-a node; finding the lines of code that made it is a tenth to a fifth of DeiT-Tiny's export (benchmarks/README.md).
+a node; finding the lines of code that made it is a tenth to a fifth of DeiT-Tiny's export (benchmarks/README.md). What
+torch notes of its own functions (`custom`) it may hold against nodes of the same names in a later trace.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,5 +45,6 @@ def _forgetful(program: ExportedProgram) -> ExportedProgram:
     """`program` itself, whose nodes know no longer what they were made from."""
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            node.meta.pop("from_node", None)
+            for told in ("from_node", "custom"):
+                node.meta.pop(told, None)
     return program
