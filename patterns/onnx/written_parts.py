@@ -150,8 +150,10 @@ def _added(value: ir.Value, base: ir.Value, setting: Setting, uses: int) -> _Sum
 
 def _lays(node: ir.Node, setting: Setting) -> bool:
     """Whether it gives the elements of its operand in the same order."""
-    sizes = [setting.size(value) for value in (node.inputs[0], node.outputs[0]) if value is not None]
-    return node.op_type in _LAYS and math.prod(sizes[0]) == math.prod(sizes[-1])
+    if node.op_type not in _LAYS or node.inputs[0] is None:
+        return False
+    before, after = (setting.sizes.size.get(str(value.name)) for value in (node.inputs[0], node.outputs[0]))
+    return before is not None and after is not None and math.prod(before) == math.prod(after)
 
 
 def _laid(value: ir.Value | None, setting: Setting) -> ir.Value | None:

@@ -139,3 +139,12 @@ def test_what_is_written_may_follow_from_numbers_of_no_known_size() -> None:
       y = ScatterND(a, places, laid2)"""
     model = ir.serde.deserialize_model(proto(body, 17, "float[2,9,16] x", "float[2,9,16] y"))
     assert [node.op_type for node in OnnxGraph(model).prepared.model.graph].count("ScatterND") == 2
+
+
+def test_a_number_that_is_written_is_no_sum() -> None:
+    body = """
+      places = Constant<value=int64[1,1]{0}>()
+      c = Constant<value=float[1,1,1]{1.0}>()
+      y = ScatterND(x, places, c)"""
+    model = ir.serde.deserialize_model(proto(body, 17, "float[2,1,1] x", "float[2,1,1] y"))
+    assert "ScatterND" in {node.op_type for node in OnnxGraph(model).prepared.model.graph}
