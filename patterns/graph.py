@@ -129,8 +129,10 @@ class ComputedConstants:
         return getattr(self._graph, name)
 
     def is_constant(self, value: str) -> bool:
+        if not self._graph.is_constant(value):  # before its operands are asked, as graphs are deeper than a stack
+            return False
         if value not in self._live:
             operation = self._graph.operation(value)
             projects = operation.kind in ("linear", "matmul", "sdpa")
             self._live[value] = projects or any(not self.is_constant(operand) for operand in operation.inputs)
-        return self._graph.is_constant(value) and not self._live[value]
+        return not self._live[value]

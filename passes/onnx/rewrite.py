@@ -20,6 +20,7 @@ from attnrewrite.passes.site_module import SiteModule, written_value
 from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
 from attnrewrite.patterns.onnx.prepare import inlined, opset_versions
+from attnrewrite.patterns.onnx.quantised import without
 from attnrewrite.patterns.onnx.recognise import attribute_name
 from attnrewrite.patterns.onnx.sizes import Size
 from attnrewrite.patterns.weights import pick
@@ -79,7 +80,7 @@ class ModelRewrite(PlanPass[ir.Model, OnnxGraph]):
         modules = [place(known.graph, sites[each.site], each, precision) for each in plan.placements]
         for module in modules:
             module.deploy()
-        result = inlined(graph) if graph.functions else graph.clone()
+        result = _without_roundings(graph, known.graph, [sites[module.site_id] for module in modules])
         edits = spliced(result, known.graph, [(sites[module.site_id], module) for module in modules])
         changed = _set_parameters(result, plan)
         return PassResult(result, (*edits, *changed, *_followed_up(result, plan, edits)))
@@ -101,6 +102,17 @@ class OnnxRewrite(IrPass):
 
     def __init__(self, plan: Plan, input_sizes: Mapping[str, Size] | None = None) -> None:
         super().__init__(ModelRewrite(plan, input_sizes=input_sizes))
+
+
+def _without_roundings(model: ir.Model, graph: OnnxGraph, sites: Sequence[AttentionSite]) -> ir.Model:
+    """A copy of `model`, without functions; of pairs, without those inside `sites`, as the view shows them."""
+    if model.functions:
+        return inlined(model)
+    if graph.quantised is not model:  # products of integers, which no pair stands in front of
+        return model.clone()
+    nodes = {node for site in sites for node in site.nodes}
+    inside = [each for anchor, own in graph.rounded.items() if anchor in nodes for each in own]
+    return without(model, inside) if inside else model.clone()
 
 
 def spliced(

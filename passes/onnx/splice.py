@@ -9,6 +9,7 @@ from attnrewrite.passes.onnx.fragment import Exportable, Fragment, export_sites
 from attnrewrite.patterns.onnx.branches import take_branch
 from attnrewrite.patterns.onnx.fused import write_out, written_out_before
 from attnrewrite.patterns.onnx.graph import OnnxGraph
+from attnrewrite.patterns.onnx.quantised import write_as_pairs
 
 
 def put_in(model: ir.Model, graph: OnnxGraph, modules: Sequence[tuple[Exportable, str]]) -> tuple[Fragment, ...]:
@@ -31,6 +32,8 @@ def _spelled_out(model: ir.Model, graph: OnnxGraph, names: Sequence[str]) -> dic
         for each in (*written_out_before(model.graph, node), node):
             if not take_branch(model.graph, each, graph.prepared.sizes):
                 write_out(model.graph, each, graph.prepared.sizes, graph.prepared.opsets)
+        if node.graph is not None:
+            write_as_pairs(model.graph, node)
         assert node.graph is None, f"{node.name} stands where the view shows what it stands for"
 
 

@@ -28,7 +28,8 @@ class OnnxGraph:
     """A model, with the sizes that a batch of two gives it where its batch is open.
 
     `input_sizes` gives what the inputs leave open beyond the batch, by input name. What is quantised inside an
-    attention is read in float: `source` is the model that is shown, without the `roundings` of `quantised`.
+    attention is read in float: `source` is the model that is shown, without the `roundings` of `quantised`; `rounded`
+    has them by the value that the attention's anchor makes.
 
     Raises:
         InputError: the graph is cyclic, a node does not take its operands, or an open axis is not given.
@@ -39,8 +40,8 @@ class OnnxGraph:
     def __init__(self, model: ir.Model, input_sizes: Mapping[str, Size] | None = None) -> None:
         self.source = self.quantised = as_pairs(model)
         self._read(input_sizes)
-        names = {str(value.name) for node in self.source.graph for value in node.outputs}
-        self.roundings = inner_roundings(self, names)
+        self.rounded = inner_roundings(self, self.source)
+        self.roundings = tuple(dict.fromkeys(each for own in self.rounded.values() for each in own))
         if self.roundings:
             self.source = without(self.quantised, self.roundings)
             self._read(input_sizes)

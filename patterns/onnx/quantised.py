@@ -4,8 +4,8 @@ A DequantizeLinear that undoes a QuantizeLinear is the identity but for a roundi
 projections of an attention and the map that reads it, pairs are left out. Those before and after it stay.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnrewrite.patterns.graph import GraphView
-from attnrewrite.patterns.onnx.operators import UNQUANTISED
+from attnrewrite.patterns.onnx.operators import SHAPE_ONLY, UNQUANTISED
 from attnrewrite.patterns.onnx.prepare import inlined
 from attnrewrite.site import NearMiss
 
@@ -43,21 +43,35 @@ class QuantisedView(GraphView, Protocol):
         """The node that makes a value; of a product that is read with its bias, the product's."""
 
 
-def inner_roundings(graph: QuantisedView, names: Collection[str]) -> tuple[Rounding, ...]:
-    """The pairs inside the attentions of `graph` whose readers are among `names`; all those of an attention, or none.
-
-    `names` are the values of the file itself: what stands inside a fused operator is no operand that can be exchanged.
+def inner_roundings(graph: QuantisedView, model: ir.Model) -> dict[str, tuple[Rounding, ...]]:
+    """The pairs inside the attentions of `graph`, which shows `model`, by the value that each attention's anchor makes:
+    all of an attention's, or none, where one is read by what is no node of the model.
     """
-    found: dict[Rounding, None] = {}
+    made = {str(value.name): value for node in model.graph for value in node.outputs}
+    found: dict[str, tuple[Rounding, ...]] = {}
     for value in graph.values:
-        own = [each for reader in _readers(graph, value) for each in _pairs_before(graph, reader)]
-        if all(each.reader in names for each in own):
-            found.update(dict.fromkeys(own))
-    return tuple(found)
+        shown = [each for reader in _readers(graph, value) for each in _pairs_before(graph, reader)]
+        own = [each for one in shown for each in _in_model(one, made)]
+        if own and all(each.reader in made for each in own):
+            found[value] = tuple(dict.fromkeys(own))
+    return found
+
+
+def _in_model(shown: Rounding, made: Mapping[str, ir.Value]) -> list[Rounding]:
+    """The same, read by a node of the model: what stands for a fused operator is named after it, and a slash."""
+    name = shown.reader
+    while name not in made and "/" in name:
+        name = name.rpartition("/")[0]
+    node = made[name].producer() if name in made and name != shown.reader else None
+    inputs = enumerate(node.inputs if node is not None else ())
+    places = [place for place, operand in inputs if operand is not None and operand.name == shown.rounded]
+    return [replace(shown, reader=name, place=place) for place in places] or [shown]
 
 
 def without(model: ir.Model, roundings: Sequence[Rounding], other: "Instead | None" = None) -> ir.Model:
-    """A copy of `model` in which each reader reads the source of its rounding, or what `other` makes of that."""
+    """A copy of `model` in which each reader, and what asks for its size, reads the source of its rounding, or what
+    `other` makes of that.
+    """
     result, read = model.clone(), {}
     values = {str(value.name): value for value in _made(result.graph)}
     for each in roundings:
@@ -66,6 +80,9 @@ def without(model: ir.Model, roundings: Sequence[Rounding], other: "Instead | No
         if each.rounded not in read:
             read[each.rounded] = source if other is None else other(values[each.rounded], source)
         reader.replace_input_with(each.place, read[each.rounded])
+        for sized in values[each.rounded].consumers():  # else the pair would still be there for its size
+            if sized.op_type in SHAPE_ONLY:
+                sized.replace_input_with(0, read[each.rounded])
     RemoveUnusedNodesPass()(result)
     return result
 
@@ -187,13 +204,15 @@ def as_pairs(model: ir.Model) -> ir.Model:
         return model
     result = inlined(model)
     for node in list(result.graph):
-        if node.op_type == "Mul":
-            _written_as_pairs(result.graph, node)
+        write_as_pairs(result.graph, node)
     RemoveUnusedNodesPass()(result)
     return result
 
 
-def _written_as_pairs(graph: ir.Graph, node: ir.Node) -> None:
+def write_as_pairs(graph: ir.Graph, node: ir.Node) -> None:
+    """Let the product of integers that `node` scales, where it does, be one of pairs, named after its value."""
+    if node.op_type != "Mul":
+        return
     cast, scale = (operand.producer() if operand is not None else None for operand in node.inputs)
     product = cast.inputs[0].producer() if cast is not None and cast.op_type == "Cast" and cast.inputs[0] else None
     if product is None or scale is None or product.op_type not in _INTEGER_PRODUCTS or scale.op_type != "Mul":

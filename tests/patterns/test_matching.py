@@ -29,6 +29,7 @@ from attnrewrite.passes.fx.rewrite import FxRewrite
 from attnrewrite.passes.verify import relative_error
 from attnrewrite.passes.wide import Wide
 from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.patterns.graph import ComputedConstants, Operation
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.site import OutputProjection, Projection, Scan
@@ -115,3 +116,17 @@ def test_a_batch_norm_by_its_batch_is_no_part_of_a_projection(stored: bool) -> N
     (site,) = found.sites
     assert isinstance(site.query, Projection)
     assert (site.query.direct, site.query.normalization is not None) == (stored, stored)
+
+
+class _Deep:
+    """A chain of maps, each named by how many there are before it."""
+
+    def is_constant(self, value: str) -> bool:
+        return False
+
+    def operation(self, value: str) -> Operation:
+        return Operation(value, "map", "sin", (str(int(value) - 1),) if value != "0" else ())
+
+
+def test_graphs_may_be_deeper_than_a_stack() -> None:
+    assert not ComputedConstants(_Deep()).is_constant("5000")  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from attnrewrite.patterns.onnx.writer import Writer
 
 DRAWS = 4  # inputs that are compared, each with roundings drawn anew: on one, an answer that is rounded may stay
 MOST = 4.0  # times what roundings drawn at random change: they add up by chance, and those of one tensor are alike
+ROUNDING = 2.0**-20  # what other operations in float32 make of an answer that hardly depends on what is rounded
 _HALF = np.array(0.501, np.float32)  # of a step: what rounding moves a number by at most
 
 
@@ -40,8 +41,8 @@ def left_out(graph: OnnxGraph, inputs: tuple[Tensor, ...]) -> LeftOut | None:
     is nothing.
 
     Raises:
-        CheckFailedError: the answer changes by more than MOST times what the steps explain, and no number lies beyond
-            its range.
+        CheckFailedError: the answer changes by more than MOST times what the steps explain, and than float32 rounds,
+            and no number lies beyond its range.
     """
     if not graph.roundings:
         return None
@@ -57,7 +58,7 @@ def left_out(graph: OnnxGraph, inputs: tuple[Tensor, ...]) -> LeftOut | None:
         drawn=max(_apart(*pair) for pair in zip(noisy, exact, strict=True)),
         beyond=max(float(share) for each in shares for share in each),
     )
-    if found.difference > MOST * found.drawn and not found.beyond:
+    if found.difference > max(MOST * found.drawn, ROUNDING) and not found.beyond:
         raise CheckFailedError(
             f"without the {found.roundings} roundings inside its attention the model's answer changes by "
             f"{found.difference:.1e}, and their steps explain {found.drawn:.1e}: give the model before quantization"

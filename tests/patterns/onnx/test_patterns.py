@@ -62,12 +62,6 @@ NEAR_MISSES = {
         _SCORES + "i = QuantizeLinear(s, root)\n d = DequantizeLinear(i, scale0)\n p = Softmax(d)\n y = MatMul(p, v)",
         "quantized",
     ),
-    "queries rounded before a fused operator": (
-        17,
-        "q = MatMul(x, wq)\n i = QuantizeLinear(q, root)\n d = DequantizeLinear(i, root)\n"
-        "y = com.microsoft.MultiHeadAttention<num_heads=2>(d, x, x)",
-        "quantized",
-    ),
     "whole numbers": (
         17,
         "i, s1, z = DynamicQuantizeLinear(x)\n it = Transpose<perm=[0, 2, 1]>(i)\n p0 = MatMulInteger(i, it)\n"
@@ -96,6 +90,14 @@ def test_what_is_no_site_is_a_near_miss_with_its_reason(name: str) -> None:
     (miss,) = found.near_misses
     assert miss.code == reason, miss
     assert miss.sentence
+
+
+def test_what_is_rounded_before_a_fused_operator_is_read_by_it_in_float() -> None:
+    body = "q = MatMul(x, wq)\n i = QuantizeLinear(q, root)\n d = DequantizeLinear(i, root)\n"
+    body += "y = com.microsoft.MultiHeadAttention<num_heads=2>(d, x, x)"
+    graph, found = find(ir.serde.deserialize_model(proto(body, 17, "float[B,10,16] x", "float y")))
+    assert len(found.sites) == 1
+    assert [(each.reader, each.place, each.source) for each in graph.roundings] == [("y", 0, "q")]
 
 
 @pytest.mark.parametrize("tokens", ["n", "s"])
