@@ -7,7 +7,7 @@ follows. So each rounding is compared by what it is given, as sums are, and goes
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,12 +43,13 @@ def roundings(module: GraphModule) -> dict[str, Node]:
 
 class FromRounding(Recording):
     """Runs `module`, each rounding from the number that `given` has for it, by name; `error` is the largest difference
-    between these and the module's own, over the largest of them.
+    between these and the module's own, over the largest of them. `lacking` are the nodes of which there is none.
     """
 
     def __init__(self, module: GraphModule, given: Mapping[str, Tensor]) -> None:
         super().__init__(module)
         self.error = 0.0
+        self.lacking: set[str] = set()
         self._given = {node.name: given.get(name) for name, node in roundings(module).items()}
 
     def run_node(self, n: Node) -> Any:
@@ -56,8 +57,30 @@ class FromRounding(Recording):
         if n.name not in self._given:
             return result
         wanted = laid_out(self._given[n.name], result.shape)
-        self.error = max(self.error, math.inf if wanted is None else known_error(result, wanted))
-        return result if wanted is None else wanted.to(result.dtype)
+        if wanted is None:
+            self.lacking.add(n.name)
+            return result
+        self.error = max(self.error, known_error(result, wanted))
+        return wanted.to(result.dtype)
+
+
+class _Moved(Recording):
+    """Runs `module`, what the nodes called `moved` give far from what it is."""
+
+    def __init__(self, module: GraphModule, moved: Collection[str]) -> None:
+        super().__init__(module)
+        self._moved = moved
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        return 1.0 - 3.0 * result if n.name in self._moved else result
+
+
+def matter(module: GraphModule, names: Collection[str], inputs: Sequence[Tensor]) -> bool:
+    """Whether the answer to `inputs` depends on what the nodes called `names` give."""
+    runs = (Recording(module), _Moved(module, names))
+    own, moved = (outputs(run.run(*inputs)) for run in runs)
+    return not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(own, moved, strict=True))
 
 
 def laid_out(value: Tensor | None, shape: torch.Size) -> Tensor | None:
@@ -99,6 +122,7 @@ def rewriting_error(original: GraphModule, identity: GraphModule, run: Run) -> f
         return alone
     compared = FromRounding(identity, rounded_values(original, *run.draw.inputs))
     error = max(_answers_apart(compared.run(*run.draw.inputs), run.answer), compared.error)
+    error = math.inf if compared.lacking else error
     if not error <= REWRITING_TOLERANCE:
         error = _answers_apart(*(Wide(each).run(*run.draw.inputs) for each in (identity, original)))
     if not error <= REWRITING_TOLERANCE:

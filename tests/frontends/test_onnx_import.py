@@ -608,6 +608,15 @@ def test_what_float32_loses_in_the_module_explains_a_difference(body: str, lost:
     assert (allowed > TOLERANCE) is lost
 
 
+@pytest.mark.parametrize(("factor", "apart"), [(0.0, 0.0), (1.0, math.inf)])
+def test_a_rounding_that_the_file_lacks_matters_where_the_answer_depends_on_it(factor: float, apart: float) -> None:
+    body = "s = Constant<value_float=0.1>() g = Neg(x) i = QuantizeLinear(g, s) d = DequantizeLinear(i, s) "
+    body += f"f = Constant<value_float={factor}>() z = Mul(d, f) y = Add(x, z)"
+    module, inputs = import_graph(OnnxGraph(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float y"))))
+    other = ir.serde.deserialize_model(proto("y = Identity(x)", 17, TOKENS, "float y"))
+    assert difference(other, module, inputs) == apart
+
+
 def test_what_is_compared_in_float32_stays_in_half_precision_itself() -> None:
     graph = OnnxGraph(ir.serde.deserialize_model(proto("y = Relu(x)", 17, "float16[B,4] x", "float16[B,4] y")))
     import_graph(graph)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import InputError, first_line
-from attnrewrite.passes.roundings import FromRounding, laid_out, roundings, step_name
+from attnrewrite.passes.roundings import FromRounding, laid_out, matter, roundings, step_name
 from attnrewrite.passes.verify import HALF, relative_error
 from attnrewrite.passes.wide import Recording, Wide
 from attnrewrite.patterns.onnx.files import quiet_ir
@@ -31,8 +31,9 @@ def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -
 
     Where the module rounds to integers, it is compared at what each rounding is given, which the next part of it starts
     from as onnxruntime has it; where it chooses the largest of nearly equal numbers, by the numbers at the places that
-    onnxruntime chose, and goes on from these. A rounding that the model lacks is an infinite difference. What computes
-    in half precision rounds at other places in onnxruntime than in torch: both are compared as they mean it, without.
+    onnxruntime chose, and goes on from these. A rounding that the model lacks is an infinite difference, where the
+    answer depends on it. What computes in half precision rounds at other places in onnxruntime than in torch: both are
+    compared as they mean it, without.
     """
     if not isinstance(module, GraphModule):
         with torch.no_grad():
@@ -46,6 +47,8 @@ def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -
     compared = _WideFromChoices(module, places) if is_half else _FromChoices(module, places, own)
     with torch.no_grad():
         found = compared.run(*inputs)
+    if isinstance(compared, _FromChoices) and compared.lacking and matter(module, compared.lacking, inputs):
+        return math.inf
     return max(compared.error, _largest(found, wanted[: len(model.graph.outputs)]))
 
 
