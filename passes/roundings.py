@@ -35,9 +35,10 @@ def roundings(module: GraphModule) -> dict[str, Node]:
         name = str(node.target).rpartition(".")[2] if node.op == "get_attr" else ""
         if not name.startswith(_PREFIX):
             continue
-        given = next(iter(node.users)).args[0]
-        ranged = any(operator in str(given.target) for operator in ("amax", "amin"))  # of a scale of the moment
-        found[name] = given.args[0] if ranged else given
+        reader = next(iter(node.users))
+        of_the_moment = any(operator in str(reader.target) for operator in ("maximum", "minimum"))  # its scale
+        given = reader.args[0]
+        found[name] = given.args[0] if of_the_moment else given
     return found
 
 

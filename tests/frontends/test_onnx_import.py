@@ -16,6 +16,7 @@ from attnrewrite.frontends.capture import capture
 from attnrewrite.frontends.onnx.call import Call
 from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, explained
 from attnrewrite.frontends.onnx.importer import example_inputs, import_graph
+from attnrewrite.passes.roundings import roundings
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
@@ -615,6 +616,16 @@ def test_a_rounding_that_the_file_lacks_matters_where_the_answer_depends_on_it(f
     module, inputs = import_graph(OnnxGraph(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float y"))))
     other = ir.serde.deserialize_model(proto("y = Identity(x)", 17, TOKENS, "float y"))
     assert difference(other, module, inputs) == apart
+
+
+def test_the_largest_of_some_numbers_may_be_rounded() -> None:
+    """It is what the rounding is given, not a step towards a scale of the moment."""
+    body = "s = Constant<value_float=0.1>() m = ReduceMax<axes=[1]>(x) i = QuantizeLinear(m, s) "
+    module, _ = import_graph(
+        OnnxGraph(ir.serde.deserialize_model(proto(f"{body} y = DequantizeLinear(i, s)", 17, TOKENS, "float y")))
+    )
+    (given,) = roundings(module).values()
+    assert given.target is torch.amax
 
 
 def test_what_is_compared_in_float32_stays_in_half_precision_itself() -> None:
