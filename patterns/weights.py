@@ -1,13 +1,12 @@
 """The weights of a traced projection, in (head, channel) order, and the fingerprint that identifies them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from attnrewrite.patterns.graph import GraphView
-from attnrewrite.site import AttentionSite, Normalization, OutputProjection, Projection, Scan, Untraced
+from attnrewrite.site import AttentionSite, Normalization, OutputProjection, Projection, Untraced
 
 
 def projection_weights(graph: GraphView, projection: Projection) -> tuple[np.ndarray, np.ndarray | None]:
@@ -73,23 +72,6 @@ def pick(site_id: str, fingerprint: str | None, sites: Sequence[AttentionSite]) 
     """The one of `sites` with the same weights: that of the same id if it is among them, else the first."""
     alike = [site for site in sites if same_weights(site.fingerprint, fingerprint)]
     return next((site for site in alike if site.id == site_id), alike[0] if alike else None)
-
-
-def as_in_file(found: Scan, own: Scan | None) -> Scan:
-    """`found` in the graph that a file was imported as, with what the file's `own` graph calls the sites of the same
-    weights; and without a core, or a grid, that is not seen in the file: no form that needs it could be written there.
-    """
-    free = [] if own is None else list(own.sites)
-    sites = []
-    for site in found.sites:
-        same = pick(site.id, site.fingerprint, free)
-        if same is not None:
-            free.remove(same)
-            site = replace(site, name=same.name, grid=site.grid if same.grid else None)
-        if same is not None and same.core is None and site.core is not None:
-            site = replace(site, core=None, core_reason=same.core_reason)
-        sites.append(site)
-    return replace(found, sites=tuple(sites))
 
 
 _BUCKETS = 1024

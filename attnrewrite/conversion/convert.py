@@ -15,7 +15,15 @@ from attnrewrite.calibration.stages import HELD_OUT_SHARE
 from attnrewrite.conversion.proof import Proof, prove
 from attnrewrite.conversion.record import Conversion
 from attnrewrite.conversion.replacing import Replaced, Replacement
-from attnrewrite.conversion.sites import fates_of, groups_without, kept_sites, require_grid, require_some, site_report
+from attnrewrite.conversion.sites import (
+    as_in_file,
+    fates_of,
+    groups_without,
+    kept_sites,
+    require_grid,
+    require_some,
+    site_report,
+)
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.frontends.batches import fed_apart, opened, tell_fixed
 from attnrewrite.frontends.capture import Captured, capture
@@ -32,7 +40,7 @@ from attnrewrite.passes.site_module import written_value
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
 from attnrewrite.patterns.matcher import Scanned
-from attnrewrite.patterns.weights import as_in_file, sketch
+from attnrewrite.patterns.weights import sketch
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Calibration, Execution
 from attnrewrite.selection.problem import Auto

@@ -3,12 +3,14 @@
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from attnrewrite.conversion.record import site_notes
 from attnrewrite.errors import InputError, NothingMatchedError, Refusal, unknown_name
 from attnrewrite.passes.verify import SiteError
+from attnrewrite.patterns.weights import pick
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import names
 from attnrewrite.selection.problem import Auto
@@ -16,6 +18,25 @@ from attnrewrite.site import AttentionSite, Grid, Scan
 from attnrewrite.variants.base import Variant, refusal_of
 from attnrewrite.variants.linear import LinearVariant
 from attnrewrite.variants.registry import get_variant, option_values
+
+_OTHERWISE = Refusal("other-in-file", "the file shows other maps around it than the graph that it is imported as")
+
+
+def as_in_file(found: Scan, own: Scan | None) -> Scan:
+    """`found` in the graph that a file was imported as, with what the file's `own` graph calls the sites of the same
+    weights; and without a core, or a grid, that is not seen in the file: no form that needs it could be written there.
+    """
+    if own is None:
+        return found
+    free, sites = list(own.sites), []
+    for site in found.sites:
+        same = pick(site.id, site.fingerprint, free)
+        if same is not None:
+            free.remove(same)
+            site = replace(site, name=same.name, grid=site.grid if same.grid else None)
+        reason = _OTHERWISE if same is None else same.core_reason if same.core is None else None
+        sites.append(site if reason is None or site.core is None else replace(site, core=None, core_reason=reason))
+    return replace(found, sites=tuple(sites))
 
 
 def fates_of(found: Scan, variant: Variant | Auto, kept: frozenset[str]) -> dict[str, Refusal | None]:
