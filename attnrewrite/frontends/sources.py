@@ -90,7 +90,7 @@ class Source:
     example_inputs: what it runs on: [1, C, H, W] where attnrewrite made it.
     origin: how to load it again (a converted folder: how to load its original); None for what exists in memory only.
     folder: the converted folder that it was read from.
-    onnx_scan: what was found in the ONNX file that it was imported from, after whose sites its own are taken.
+    onnx_scan: what was found in the ONNX file that it was imported from: the names of its sites, and what they allow.
     code: the digest of the file whose code made it, NO_CODE where none did; None of a folder and of what exists in
         memory only.
     labels: the names of the classes, where the model's own configuration has them.

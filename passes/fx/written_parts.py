@@ -2,8 +2,8 @@
 
 `out[:, :, :8] = a; out[:, :, 8:] = b` is exported as a copy over a slice of a slice of zeros. It is a concatenation,
 which the matcher and every backend read, and which has a derivative: `aten.copy` has none. `out[..., ::2] = a` and its
-other half are a stack, and `scores[..., 1:] += b` is the sum of the scores and b with zeros before it, also where the
-part is laid out otherwise while that is added.
+other half are a stack, and `scores[..., 1:] += b` is the sum of the scores and b with zeros before it (with a step,
+between its elements, too), also where the part is laid out otherwise while that is added.
 """
 
 from collections.abc import Sequence

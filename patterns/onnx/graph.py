@@ -14,7 +14,7 @@ from attnrewrite.patterns.matcher import scan
 from attnrewrite.patterns.onnx.normalise import moved, normalise
 from attnrewrite.patterns.onnx.operators import SHAPE_ONLY
 from attnrewrite.patterns.onnx.prepare import prepare
-from attnrewrite.patterns.onnx.quantised import as_pairs, inner_roundings, quantised_around, without
+from attnrewrite.patterns.onnx.quantised import Rounding, as_pairs, inner_roundings, quantised_around, without
 from attnrewrite.patterns.onnx.recognise import BiasedProduct, biased_product, scope_of
 from attnrewrite.patterns.onnx.sizes import Size, computed, evaluate, is_function_of_operands, reading
 from attnrewrite.patterns.softmaxes import softmax_by_hand
@@ -41,10 +41,14 @@ class OnnxGraph:
         self.source = self.quantised = as_pairs(model)
         self._read(input_sizes)
         self.rounded = inner_roundings(self, self.source)
-        self.roundings = tuple(dict.fromkeys(each for own in self.rounded.values() for each in own))
         if self.roundings:
             self.source = without(self.quantised, self.roundings)
             self._read(input_sizes)
+
+    @property
+    def roundings(self) -> tuple[Rounding, ...]:
+        """The pairs inside attentions, each once."""
+        return tuple(dict.fromkeys(each for own in self.rounded.values() for each in own))
 
     def _read(self, input_sizes: Mapping[str, Size] | None) -> None:
         self.prepared = prepare(self.source, input_sizes)

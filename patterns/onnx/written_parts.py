@@ -1,7 +1,8 @@
 """What is written into a part of a tensor: ScatterND, as exporters spell assignments to slices.
 
 `scores[..., 1:, 1:] += b` becomes a ScatterND of what was read there, with b added, at the positions that it was read
-from. It is the sum of the scores and b with zeros before it, which the matcher reads.
+from. It is the sum of the scores and b with zeros before it (with a step, between its elements, too), which the matcher
+reads.
 """
 
 import math

@@ -94,16 +94,16 @@ def test_what_is_added_to_parts_of_the_scores_is_a_bias(
     kind: Callable[[], nn.Module], axes: dict[str, dict[int, str]] | None, dynamo: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    relative, file, images = kind().eval(), tmp_path / "relative.onnx", TOKENS[: 2 if axes else 1]
+    model, file, images = kind().eval(), tmp_path / "model.onnx", TOKENS[: 2 if axes else 1]
     shapes = {"dynamic_shapes": [{0: "batch"}]} if dynamo and axes else {"dynamic_axes": None if dynamo else axes}
-    torch.onnx.export(relative, (images,), file, input_names=["x"], dynamo=dynamo, verbose=False, **shapes)
+    torch.onnx.export(model, (images,), file, input_names=["x"], dynamo=dynamo, verbose=False, **shapes)
     (site,) = ar.explain(file).sites
     assert site.core is not None
     done = ar.convert(file, variant="softmax")
     folder = done.save(tmp_path / "out")
     (found,) = run(ir.load(folder / "model.onnx"), images.numpy())
     with torch.no_grad():
-        wanted = relative(TOKENS)
+        wanted = model(TOKENS)
         np.testing.assert_allclose(found, wanted[: len(images)], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(done.module(TOKENS), wanted, rtol=1e-4, atol=1e-5)
     assert len(ar.convert(file, variant="l1", options={"approximate": True}).plan.placements) == 1
