@@ -20,7 +20,7 @@ from attnrewrite.passes.site_module import SiteModule, written_value
 from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.patterns.onnx.graph import OnnxGraph, scan_onnx
 from attnrewrite.patterns.onnx.prepare import inlined, opset_versions
-from attnrewrite.patterns.onnx.quantised import without
+from attnrewrite.patterns.onnx.quantised import without, write_as_pairs
 from attnrewrite.patterns.onnx.recognise import attribute_name
 from attnrewrite.patterns.onnx.sizes import Size
 from attnrewrite.patterns.weights import pick
@@ -106,13 +106,16 @@ class OnnxRewrite(IrPass):
 
 def _without_roundings(model: ir.Model, graph: OnnxGraph, sites: Sequence[AttentionSite]) -> ir.Model:
     """A copy of `model`, without functions; of pairs, without those inside `sites`, as the view shows them."""
-    if model.functions:
-        return inlined(model)
-    if graph.quantised is not model:  # products of integers, which no pair stands in front of
-        return model.clone()
     nodes = {node for site in sites for node in site.nodes}
     inside = [each for anchor, own in graph.rounded.items() if anchor in nodes for each in own]
-    return without(model, inside) if inside else model.clone()
+    result = inlined(model) if model.functions else model.clone()
+    if graph.quantised is not model:  # the file has products of integers, before which no pair stands
+        made = values_by_name(result.graph)
+        for reader in dict.fromkeys(each.reader for each in inside):
+            product = made[reader].producer()
+            assert product is not None
+            write_as_pairs(result.graph, product)
+    return without(result, inside) if inside else result
 
 
 def spliced(

@@ -129,7 +129,10 @@ class OnnxGraph:
         for node in source.consumers():
             if node.op_type in SHAPE_ONLY:
                 continue
-            names = [str(output.name) for output in node.outputs if output.name]
+            made = (
+                node.outputs[:1] if node.op_type == "DynamicQuantizeLinear" else node.outputs
+            )  # the scale goes with it
+            names = [str(output.name) for output in made if output.name]
             known = [self._read_as.get(name, name) for name in names if name in self._sizes.size]
             found += known or [_RESULT + name for name in names]
         return tuple(dict.fromkeys(found))

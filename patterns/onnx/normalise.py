@@ -6,7 +6,7 @@ from typing import Protocol
 
 import onnx_ir as ir
 
-from attnrewrite.patterns.graph import GraphView, Operation
+from attnrewrite.patterns.graph import GraphView, Kind, Operation
 from attnrewrite.patterns.onnx.operators import BINARY, MOVED, QUANTISED, SHAPE_ONLY, SIMPLE
 from attnrewrite.patterns.onnx.prepare import Prepared
 from attnrewrite.patterns.onnx.recognise import normalised_by_hand
@@ -188,6 +188,12 @@ def _stored_tensor(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str
     return Operation(value, "constant", "constant", ())
 
 
+def _rounded_by_its_range(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
+    """Integers, each of one element; their scale and their zero point are of all."""
+    kind: Kind = "map" if value == node.outputs[0].name else "other"
+    return Operation(value, kind, node.op_type, inputs, {"quantized": True})
+
+
 _SPECIAL = {
     "Constant": _stored_tensor,
     "Softmax": _softmax,
@@ -195,4 +201,5 @@ _SPECIAL = {
     "MatMul": _matmul,
     "Gemm": _gemm,
     "Conv": _conv,
+    "DynamicQuantizeLinear": _rounded_by_its_range,
 }

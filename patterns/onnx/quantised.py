@@ -153,11 +153,9 @@ def _way_out(graph: QuantisedView, inside: Sequence[str]) -> list[str]:
 
 
 def _only_user(graph: QuantisedView, value: str) -> str | None:
-    """What is made of `value` where one node reads it: the integers, of a node that makes their scale as well."""
+    """What is made of `value` where one node reads it."""
     users = graph.users(value)
-    rounded = users and all(graph.operation(user).name == "DynamicQuantizeLinear" for user in users)
-    one = len(users) == 1 or (rounded and len({id(graph.maker(user)) for user in users}) == 1)
-    return users[0] if one else None
+    return users[0] if len(users) == 1 else None
 
 
 def _pairs_before(graph: QuantisedView, reader: str) -> Iterator[Rounding]:
