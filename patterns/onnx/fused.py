@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from attnrewrite.errors import Refusal
 from attnrewrite.patterns.onnx.einsum import write_einsum
+from attnrewrite.patterns.onnx.few_bits import write_product_of_bits, write_product_of_levels
 from attnrewrite.patterns.onnx.operators import IDENTITIES, MAPS
 from attnrewrite.patterns.onnx.sizes import Sizes
 from attnrewrite.patterns.onnx.writer import Setting, Writer, integer, number
@@ -238,4 +239,6 @@ _RULES: dict[tuple[str, str], WriteOut] = {
     (_MICROSOFT, "BiasGelu"): _bias_gelu,
     (_MICROSOFT, "FusedConv"): _activated("Conv"),
     (_MICROSOFT, "FusedGemm"): _activated("Gemm"),
+    (_MICROSOFT, "MatMulNBits"): write_product_of_bits,
+    (_MICROSOFT, "MatMulBnb4"): write_product_of_levels,
 }

@@ -70,9 +70,10 @@ REDUCTIONS = {
     "ReduceLogSumExp": "logsumexp",
 }
 BINARY = frozenset(_words("Add Sub Mul Div Pow Min Max"))
-QUANTISED = frozenset(
+FEW_BITS = frozenset(_words("MatMulNBits MatMulBnb4"))  # whose weights are packed
+QUANTISED = FEW_BITS | frozenset(
     _words("QuantizeLinear DequantizeLinear DynamicQuantizeLinear MatMulInteger ConvInteger QLinearMatMul QLinearConv")
-    + _words("QGemm DynamicQuantizeMatMul MatMulIntegerToFloat MatMulNBits QLinearAdd QLinearMul QLinearSigmoid")
+    + _words("QGemm DynamicQuantizeMatMul MatMulIntegerToFloat QLinearAdd QLinearMul QLinearSigmoid")
 )
 # what to give in place of a model whose attention computes on integers
 UNQUANTISED = "give the model before quantization, or in QDQ form (onnxruntime's QuantFormat.QDQ)"

@@ -10,7 +10,7 @@ from onnx_ir.passes.common import InlinePass
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.patterns.onnx.branches import take_branch
 from attnrewrite.patterns.onnx.fused import write_out
-from attnrewrite.patterns.onnx.operators import UNQUANTISED
+from attnrewrite.patterns.onnx.operators import QUANTISED, UNQUANTISED
 from attnrewrite.patterns.onnx.sizes import PRIVATE, Size, Sizes, advance, input_sizes, reading, start
 from attnrewrite.site import NearMiss
 
@@ -130,12 +130,25 @@ def _unread(node: ir.Node, sizes: Sizes, refusal: Refusal | None) -> Iterator[Ne
         else:
             yield _miss(node, Refusal("unsupported-operator", "no rule writes it out in plain operators"))
     elif attends(node) and node.outputs[0].name not in sizes.size:
-        yield _miss(node, Refusal("unknown-size", "the sizes of its operands depend on the data"))
+        yield _miss(node, _unsized(node, sizes))
     for body in _bodies(node):
         for inner in ir.traversal.RecursiveGraphIterator(body):
             if attends(inner):
                 why = f"it stands in the body of {node.op_type} {node.name!r}, which may run many times or never"
                 yield _miss(inner, Refusal("control-flow", why))
+
+
+def _unsized(node: ir.Node, sizes: Sizes) -> Refusal:
+    """Why the sizes of what `node` reads are not known: the first node behind it that makes what has none."""
+    maker = node
+    while behind := next((each for each in maker.predecessors() if each.outputs[0].name not in sizes.size), None):
+        maker = behind
+    if maker.op_type in QUANTISED:
+        why = f"it reads what {maker.op_type} {maker.name!r} computes on integers; {UNQUANTISED}"
+        return Refusal("quantized", why)
+    return Refusal(
+        "unknown-size", f"the sizes of its operands depend on the data, from {maker.op_type} {maker.name!r} on"
+    )
 
 
 def attends(node: ir.Node) -> bool:

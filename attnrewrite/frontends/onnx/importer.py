@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from attnrewrite.errors import CheckFailedError, InputError, first_line
 from attnrewrite.frontends.onnx.arithmetic import OPERATORS
 from attnrewrite.frontends.onnx.call import Call, Translation, torch_dtype
-from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, explained, run
+from attnrewrite.frontends.onnx.compared import allowed_difference, difference, explained, run
 from attnrewrite.frontends.onnx.layers import LAYERS
 from attnrewrite.frontends.onnx.movement import MOVES
 from attnrewrite.frontends.onnx.quantised import INTEGERS
@@ -46,7 +46,7 @@ def import_graph(graph: OnnxGraph) -> tuple[GraphModule, tuple[Tensor, ...]]:
     Raises:
         InputError: an operator is not translated (named, with its node and opset), a weight holds NaN, the model has no
             number for an answer, or onnxruntime is not installed.
-        CheckFailedError: the module differs from onnxruntime by more than TOLERANCE.
+        CheckFailedError: the module differs from onnxruntime by more than `allowed_difference`.
     """
     _require_numbers(graph.source)
     module = _Importer(graph).run()
@@ -77,18 +77,20 @@ def _compared(graph: OnnxGraph, module: GraphModule, numbers: range, batch: int 
         return inputs
     _require_an_answer(graph.source, inputs)
     raise CheckFailedError(
-        f"the imported model differs from onnxruntime by {error:.2e} (allowed {TOLERANCE:.0e}); please report it"
+        f"the imported model differs from onnxruntime by {error:.2e} "
+        f"(allowed {allowed_difference(graph.source):.0e}); please report it"
     )
 
 
 def _beyond_rounding(graph: OnnxGraph, module: GraphModule, inputs: tuple[Tensor, ...]) -> float:
-    """How far the module is from onnxruntime, where that is more than TOLERANCE and than rounding explains; else 0."""
+    """How far the module is from onnxruntime, where that is more than is allowed and than rounding explains; else 0."""
     try:
         error = difference(graph.source, module, inputs)
     except (RuntimeError, IndexError) as fault:  # what torch raises where the module does not take them
         told = f"the imported model does not take a batch of {len(inputs[0])} ({first_line(fault)})"
         raise CheckFailedError(f"{told}; please report it") from fault
-    if error <= TOLERANCE or (error <= LITTLE and error <= explained(graph.source, module, inputs)):
+    allowed = allowed_difference(graph.source)
+    if error <= allowed or (error <= LITTLE and error <= explained(graph.source, module, inputs)):
         return 0.0
     return error
 
