@@ -13,7 +13,7 @@ from attnrewrite.passes.site_module import SiteModule, build_site
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.plan import Placement, Plan, misfit
-from attnrewrite.site import AttentionSite, Scan
+from attnrewrite.site import AttentionSite, OutputProjection, Projection, Scan
 from attnrewrite.variants.base import FollowUp, refusal_of
 
 log = logging.getLogger("attnrewrite")
@@ -103,6 +103,7 @@ def place(graph: GraphView, site: AttentionSite, placement: Placement, precision
         InputError: the plan's weights do not fit the site.
         CheckFailedError: the variant fails to build its form.
     """
+    site = _as_planned(site, placement)
     try:
         form = placement.variant.build(site)
     except Exception as error:  # a variant of another package raises what it likes
@@ -119,6 +120,19 @@ def place(graph: GraphView, site: AttentionSite, placement: Placement, precision
                 f"the plan's weights do not fit {site.id} ({site.name}): {detail}; convert again", site=site.id
             ) from error
     return rewritten
+
+
+def _as_planned(site: AttentionSite, placement: Placement) -> AttentionSite:
+    """`site` with those projections inside it that the plan has weights for: what images share, as learned queries, one
+    graph projects once outside it, and another for each image.
+    """
+    shown = {role: getattr(site, role) for role in ("query", "key", "value", "output")}
+    outside = {
+        role: replace(part, direct=False)
+        for role, part in shown.items()
+        if isinstance(part, Projection | OutputProjection) and f"{role}.weight" not in placement.weights
+    }
+    return replace(site, **outside) if placement.weights else site
 
 
 def tell_of_nothing_found(site: str, asked: FollowUp, edits: tuple[Edit, ...]) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_map
 
+from attnrewrite.patterns.fx.operators import operator_name
+
 M = TypeVar("M", bound=nn.Module)
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -47,14 +49,15 @@ class Wide(Recording):
     """Runs `module` in float64 without a wide copy of it: each weight is widened as it is read.
 
     What is made of weights alone, as by a cast that autocast left, is made as the model makes it: extraction reads
-    it so.
+    it so. Learned queries, once projected, are tokens like any.
     """
 
     def __init__(self, module: GraphModule, names: Collection[str] = ()) -> None:
         super().__init__(module, names)
         self.weights: set[Node] = set()
         for node in module.graph.nodes:
-            if node.op == "get_attr" or (node.op == "call_function" and self.weights.issuperset(node.all_input_nodes)):
+            computed = node.op == "call_function" and self.weights.issuperset(node.all_input_nodes)
+            if node.op == "get_attr" or (computed and not _projects(node)):
                 self.weights.add(node)
 
     def run(self, *inputs: Any, **how: Any) -> Any:
@@ -70,6 +73,12 @@ class Wide(Recording):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wide_copy(self.fetch_attr(target))(*args, **kwargs)
+
+
+def _projects(node: Node) -> bool:
+    """Whether a node maps tokens linearly: of matrices, a product may be a weight that is stored as its factors."""
+    name, value = operator_name(node), node.meta.get("val")
+    return name == "linear" or (name in ("matmul", "bmm") and isinstance(value, Tensor) and value.dim() > 2)
 
 
 def wide_copy(module: M) -> M:

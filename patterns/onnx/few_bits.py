@@ -37,7 +37,7 @@ def write_product_of_bits(writer: Writer, node: ir.Node, setting: Setting) -> ir
     operands = {"integers": integers, "scale": scales.astype(np.float32).reshape(-1), "zero": zeros.reshape(-1)}
     given = [writer.constant(array, name) for name, array in operands.items()]
     weight = _laid_out(writer, writer.one("DequantizeLinear", given, "blocks", axis=0), rows, columns, blocks * length)
-    made = _product(writer, node, weight)
+    made = _product(writer, node, weight, setting)
     bias = node.inputs[5] if len(node.inputs) > 5 else None
     return made if bias is None else writer.one("Add", [made, bias], "biased")
 
@@ -50,12 +50,10 @@ def write_product_of_levels(writer: Writer, node: ir.Node, setting: Setting) -> 
         return Refusal("computed-weight", "its packed weight or scales are not stored, or its levels are not known")
     if rows * columns % length or integer(node, "transB", 1) != 1:
         return Refusal("other-packing", "its last block is a part of one, or its weight does not lie transposed")
-    places = np.stack([packed >> 4, packed & 15], -1).reshape(-1, length).astype(np.int32)
-    table = writer.constant(np.array(levels, np.float32), "levels")
-    read = writer.one("Gather", [table, writer.constant(places, "places")], "read")
-    scale = writer.constant(largest.astype(np.float32).reshape(-1, 1), "scale")
-    weight = _laid_out(writer, writer.one("Mul", [read, scale], "blocks"), rows, columns, columns)
-    return _product(writer, node, weight)
+    places = np.stack([packed >> 4, packed & 15], -1).reshape(-1, length)
+    blocks = np.array(levels, np.float32)[places] * largest.astype(np.float32).reshape(-1, 1)
+    weight = _laid_out(writer, writer.constant(blocks, "blocks"), rows, columns, columns)
+    return _product(writer, node, weight, setting)
 
 
 def _stored(node: ir.Node, place: int) -> np.ndarray | None:
@@ -79,9 +77,10 @@ def _laid_out(writer: Writer, blocks: ir.Value, rows: int, columns: int, length:
     return writer.transpose(laid, (1, 0), "weight")
 
 
-def _product(writer: Writer, node: ir.Node, weight: ir.Value) -> ir.Value:
+def _product(writer: Writer, node: ir.Node, weight: ir.Value, setting: Setting) -> ir.Value:
     tokens = node.inputs[0]
     assert tokens is not None
-    if tokens.dtype not in (None, ir.DataType.FLOAT):
-        weight = writer.one("Cast", [weight], "narrow", to=int(tokens.dtype))
+    kind = setting.sizes.dtype[str(tokens.name)]
+    if kind != ir.DataType.FLOAT:
+        weight = writer.one("Cast", [weight], "narrow", to=int(kind))
     return writer.one("MatMul", [tokens, weight], "product")

@@ -145,9 +145,9 @@ class OnnxGraph:
         return self._is_constant.get(value, False)
 
     def is_stored(self, value: str) -> bool:
-        """Whether a constant is an initialiser, as it stands, with its axes moved, or of integers: a weight."""
+        """Whether a constant is an initialiser, as it stands, cast, with its axes moved, or of integers: a weight."""
         operation = self.operation(value)
-        while (operation.kind == "move" or operation.name == "dequantize") and len(operation.inputs) == 1:
+        while (operation.kind == "move" or operation.name in ("dequantize", "identity")) and len(operation.inputs) == 1:
             operation = self.operation(operation.inputs[0])
         return operation.kind == "constant"
 

@@ -298,9 +298,10 @@ class _Pooled(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_learned_query_scaled_by_its_own_width_is_a_projection_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("images", [1, 2])  # of two, the file projects the query twice, and the module once
+def test_a_learned_query_scaled_by_its_own_width_is_a_projection_of_its_own(images: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, tokens = _Pooled().eval(), torch.rand(1, 8, 16)
+    model, tokens = _Pooled().eval(), torch.rand(images, 8, 16)
     torch.onnx.export(model, (tokens,), tmp_path / "pooled.onnx", dynamo=False, opset_version=17)
     done = ar.convert(tmp_path / "pooled.onnx", variant="softmax")
     folder = done.save(tmp_path / "out")

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from onnx_quantised import quantised_file
+from onnx_quantised import PACKED, quantised_file
 from torch import Tensor, nn
 
 import attnrewrite as ar
@@ -113,7 +113,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["weights", "every operator"])
+@pytest.mark.parametrize("kind", ["weights", "every operator", PACKED])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_attention_is_converted(name: str, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+from onnxruntime.transformers.float16 import convert_float_to_float16
 
 STEP = 1 / 32
 _PRODUCTS = ["MatMul", "Gemm", "Conv"]
@@ -65,8 +67,18 @@ def with_integer_weights(model: ir.Model, names: Sequence[str], axis: int | None
     return model
 
 
+PACKED = "four bits of half precision"
+
+
 def quantised_file(path: Path, out: Path, images: np.ndarray, kind: str) -> Path:
-    """The file at `path` as onnxruntime quantises it, by the STATIC or DYNAMIC called `kind`, written to `out`."""
+    """The file at `path` as onnxruntime quantises it, by the STATIC or DYNAMIC called `kind`, or PACKED, written to
+    `out`.
+    """
+    if kind == PACKED:
+        quantiser = MatMulNBitsQuantizer(convert_float_to_float16(onnx.load(path), keep_io_types=True), block_size=16)
+        quantiser.process()
+        onnx.save(quantiser.model.model, out)
+        return out
     if kind in DYNAMIC:
         quantize_dynamic(path, out, **DYNAMIC[kind])
         return out

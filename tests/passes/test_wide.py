@@ -38,3 +38,24 @@ def test_a_graph_node_by_node_gives_what_it_gives_and_keeps_what_is_named() -> N
         assert answer[1].dtype == kind  # a cast to float32 in the graph is one to float64 here
         assert list(recording.kept) == [linear]
         torch.testing.assert_close(recording.kept[linear], mapped, rtol=0, atol=0)
+
+
+class Queried(nn.Module):
+    """x [B, 3, 4] to what learned queries, through a map of two factors, and another map, see of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.left, self.right = (nn.Parameter(torch.randn(*size)) for size in ((1, 2, 4), (4, 2), (2, 4)))
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.map(self.queries) @ (self.left @ self.right)
+        return queries.expand(len(x), -1, -1) @ x.transpose(1, 2)
+
+
+def test_learned_queries_are_projected_in_float64_by_weights_as_the_model_makes_them() -> None:
+    model, x = Queried().half(), torch.randn(2, 3, 4).half()
+    answer = Wide(capture("queried", model, (x,)).module).run(x)
+    mapped = F.linear(*(tensor.double() for tensor in (model.queries, model.map.weight, model.map.bias)))
+    wanted = mapped @ (model.left @ model.right).double() @ x.double().transpose(1, 2)
+    torch.testing.assert_close(answer, wanted, rtol=1e-14, atol=1e-14)

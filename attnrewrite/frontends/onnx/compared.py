@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.roundings import FromRounding, laid_out, matter, roundings, step_name
-from attnrewrite.passes.verify import HALF, relative_error
+from attnrewrite.passes.verify import HALF, HALF_STEPS, relative_error
 from attnrewrite.passes.wide import Recording, Wide
 from attnrewrite.patterns.onnx.files import quiet_ir
 from attnrewrite.patterns.onnx.operators import FEW_BITS, QUANTISED
@@ -85,9 +85,9 @@ class _WideFromChoices(_Following, Wide):
 
 
 def allowed_difference(model: ir.Model) -> float:
-    """TOLERANCE; a step of half precision, where weights of few bits are rounded to it, as onnxruntime does not."""
+    """TOLERANCE; HALF_STEPS of half precision, where weights of few bits are rounded to it, as onnxruntime does not."""
     half = half_of(model) if any(node.op_type in FEW_BITS for node in model.graph) else None
-    return TOLERANCE if half is None else torch.finfo(half).eps
+    return TOLERANCE if half is None else HALF_STEPS * torch.finfo(half).eps
 
 
 def explained(model: ir.Model, module: GraphModule, inputs: tuple[Tensor, ...]) -> float:
