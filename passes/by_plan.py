@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -127,7 +127,7 @@ def _as_planned(site: AttentionSite, placement: Placement) -> AttentionSite:
     graph projects once outside it, and another for each image.
     """
     shown = {role: getattr(site, role) for role in ("query", "key", "value", "output")}
-    outside = {
+    outside: dict[str, Any] = {
         role: replace(part, direct=False)
         for role, part in shown.items()
         if isinstance(part, Projection | OutputProjection) and f"{role}.weight" not in placement.weights
