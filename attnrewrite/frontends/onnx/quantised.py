@@ -46,7 +46,10 @@ def _zero(call: Call) -> int:
 def _quantize(call: Call) -> Node:
     kind = INTEGERS.get(call.importer.view.dtype(_output(call)))
     if kind is None:
-        raise call.unsupported("its integers are of four bits, or floating-point numbers")
+        raise call.unsupported(
+            "its integers are of four bits, or floating-point numbers; give the model before quantization, or quantized "
+            "to integers of one byte or two"
+        )
     bounds, zero = np.iinfo(kind.numpy()), _zero(call)
     step = call.importer.buffer(_along_axis(call, 1).astype(np.float32), step_name(_output(call)))
     steps = call.emit(torch.div, call.operand(0), step)
