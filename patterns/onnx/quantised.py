@@ -6,13 +6,13 @@ projections of an attention and the map that reads it, pairs are left out. Those
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from attnrewrite.patterns.graph import GraphView
+from attnrewrite.patterns.graph import ComputedConstants, GraphView
 from attnrewrite.patterns.onnx.operators import SHAPE_ONLY, UNQUANTISED
 from attnrewrite.patterns.onnx.prepare import inlined
 from attnrewrite.site import NearMiss
@@ -48,9 +48,10 @@ def inner_roundings(graph: QuantisedView, model: ir.Model) -> dict[str, tuple[Ro
     all of an attention's, or none, where one is read by what is no node of the model.
     """
     made = {str(value.name): value for node in model.graph for value in node.outputs}
+    live = cast(QuantisedView, ComputedConstants(graph))  # learned queries, once projected, are tokens
     found: dict[str, tuple[Rounding, ...]] = {}
     for value in graph.values:
-        shown = [each for reader in _readers(graph, value) for each in _pairs_before(graph, reader)]
+        shown = [each for reader in _readers(live, value) for each in _pairs_before(live, reader)]
         own = [each for one in shown for each in _in_model(one, made)]
         if own and all(each.reader in made for each in own):
             found[value] = tuple(dict.fromkeys(own))
@@ -92,6 +93,7 @@ Instead = Callable[[ir.Value, ir.Value], ir.Value]  # what is read in place of (
 
 def quantised_around(graph: GraphView, value: str) -> NearMiss | None:
     """The near miss that an anchor is where something between its projections and its products still is quantised."""
+    graph = cast(GraphView, ComputedConstants(graph))
     for near in _inside(graph, value):
         operation = graph.operation(near)
         if operation.attributes.get("quantized") and not graph.is_constant(near):

@@ -105,10 +105,25 @@ class Model(nn.Module):
         return self.head(x.mean(1))
 
 
+class Decoder(Model):
+    """Learned tokens that see each other, before they see what the patches show."""
+
+    def __init__(self) -> None:
+        super().__init__(Attention(), Attention())
+        self.learned = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.patches(image).flatten(2).transpose(1, 2)
+        asked = self.learned.repeat(x.shape[0], 1, 1)
+        asked = self.norms[0](asked + self.first(asked))
+        return self.head((asked + self.second(self.norms[1](x) + asked)).mean(1))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "values that the next attention adds to its own": lambda: Model(Attention(), Attention(), share_values=True),
     "pooled over each head": lambda: Model(Pooled(), Pooled()),
     "learned queries": lambda: Model(OfLearnedQueries(), Attention()),
+    "learned tokens that see each other": Decoder,
     "a bias of positions, and one of a part": lambda: Model(Biased(), Biased()),
 }
 

@@ -25,6 +25,9 @@ class Importer(Protocol):
     def operand(self, name: str, call: "Call | None") -> Node:
         """The FX node of an ONNX value."""
 
+    def is_constant(self, name: str) -> bool:
+        """Whether an ONNX value is a constant in the module, too."""
+
     def size(self, name: str) -> list[Any]:
         """The size of an ONNX value as arguments: numbers, and what follows the batch as a multiple of it."""
 
@@ -74,11 +77,11 @@ class Call:
     def is_settled(self, place: int) -> bool:
         """Whether an operand is a constant, of as many and the same elements for any batch."""
         name, view = self.name(place), self.importer.view
-        return view.is_constant(name) and not view.batch_axes(name) and name not in view.prepared.varying
+        return self.importer.is_constant(name) and not view.batch_axes(name) and name not in view.prepared.varying
 
     def numbers(self, place: int) -> np.ndarray:
         """The elements of a constant operand."""
-        if not self.importer.view.is_constant(self.name(place)):
+        if not self.importer.is_constant(self.name(place)):
             raise self.unsupported(f"its operand {self.name(place)!r} is not constant")
         return self.importer.view.constant(self.name(place))
 

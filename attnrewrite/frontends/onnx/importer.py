@@ -201,6 +201,10 @@ class _Importer:
             self._made[name] = self._stored(name)
         return self._made[name]
 
+    def is_constant(self, name: str) -> bool:
+        """Whether a value is a constant in the module, too: what is projected from constants is computed there."""
+        return self.view.is_constant(name) and name not in self._projected
+
     def _result(self, name: str) -> Node:
         made, kind = self.operand(name, None), self.view.dtype(name)
         return self.graph.call_method("to", (made, torch_dtype(kind))) if kind in INTEGERS else made
@@ -228,10 +232,7 @@ class _Importer:
         reads = () if node.op_type in SHAPE_ONLY else node.inputs
         if any(operand is not None and operand.name in self._projected for operand in reads):
             self._projected.update(names)
-        return all(
-            self.view.is_constant(name) and not self.view.batch_axes(name) and name not in self._projected
-            for name in names
-        )
+        return all(self.is_constant(name) and not self.view.batch_axes(name) for name in names)
 
     def _linear(self, call: Call) -> Node | None:
         """A product with a weight as the linear map it was, with the bias that is added right after."""

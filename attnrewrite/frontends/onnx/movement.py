@@ -43,7 +43,7 @@ def _axes_named(call: Call) -> list[int] | None:
     """The axes that a node names, where it names any that are known."""
     if not call.has(1):
         return call.attribute("axes")
-    return call.whole_numbers(1) if call.importer.view.is_constant(call.name(1)) else None
+    return call.whole_numbers(1) if call.importer.is_constant(call.name(1)) else None
 
 
 def _transpose(call: Call) -> Node:

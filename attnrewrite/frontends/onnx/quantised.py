@@ -47,8 +47,8 @@ def _quantize(call: Call) -> Node:
     kind = INTEGERS.get(call.importer.view.dtype(_output(call)))
     if kind is None:
         raise call.unsupported(
-            "its integers are of four bits, or floating-point numbers; give the model before quantization, or quantized "
-            "to integers of one byte or two"
+            "its integers are of four bits, or floating-point numbers; give the model before quantization, or with "
+            "integers of one byte or two"
         )
     bounds, zero = np.iinfo(kind.numpy()), _zero(call)
     step = call.importer.buffer(_along_axis(call, 1).astype(np.float32), step_name(_output(call)))
@@ -66,7 +66,7 @@ def _round(call: Call, steps: Node) -> Node:
 def _dequantize(call: Call) -> Node:
     wanted = torch_dtype(call.importer.view.dtype(_output(call)))
     numbers = call.emit(Tensor.to, call.operand(0), wanted)
-    known = call.importer.view.is_constant
+    known = call.importer.is_constant
     if call.has(2) and not known(call.name(2)):
         numbers = call.emit(torch.sub, numbers, call.operand(2))
     elif zero := _zero(call):
