@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from onnx_spellings import NOT_ON_PROCESSORS, SPELLINGS, proto, spelled
+from onnx_spellings import NOT_ON_PROCESSORS, SPELLINGS, proto, spelled, weights
 from torch import Tensor, nn
 
 from attnrewrite.errors import CheckFailedError, InputError
@@ -632,6 +632,16 @@ def test_what_is_compared_in_float32_stays_in_half_precision_itself() -> None:
     graph = OnnxGraph(ir.serde.deserialize_model(proto("y = Relu(x)", 17, "float16[B,4] x", "float16[B,4] y")))
     import_graph(graph)
     assert [value.dtype for value in graph.source.graph.inputs] == [ir.DataType.FLOAT16]
+
+
+def test_what_is_computed_of_weights_in_half_precision_is_compared_as_it_is_stored() -> None:
+    body = "w = Cast<to=10>(wq) t = Tanh(w) u = Mul(t, t) h = Cast<to=10>(x) m = MatMul(h, u) y = Cast<to=1>(m)"
+    graph = OnnxGraph(ir.serde.deserialize_model(proto(body, 17, TOKENS, "float[B,10,16] y")))
+    module, inputs = import_graph(graph)
+    assert difference(graph.source, module, inputs) < 1e-6
+    (stored,) = (buffer for buffer in module.buffers() if buffer.dtype == torch.float16)
+    exact = torch.from_numpy(weights()["wq"]).half().double().tanh() ** 2
+    assert float((stored.double() - exact).abs().max() / exact.max()) > 1e-4  # which is rounding, and no difference
 
 
 @pytest.mark.parametrize("kind", [1, 10])

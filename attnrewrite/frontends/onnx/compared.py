@@ -18,6 +18,7 @@ from attnrewrite.passes.verify import HALF, HALF_STEPS, relative_error
 from attnrewrite.passes.wide import Recording, Wide
 from attnrewrite.patterns.onnx.files import quiet_ir
 from attnrewrite.patterns.onnx.operators import FEW_BITS, QUANTISED
+from attnrewrite.patterns.onnx.recognise import attribute_name
 
 TOLERANCE = 1e-4
 # times what rounding loses in a module it may lose in onnxruntime: by hand, ill-conditioned, up to 2, and once 103
@@ -34,7 +35,7 @@ def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -
     from as onnxruntime has it; where it chooses the largest of nearly equal numbers, by the numbers at the places that
     onnxruntime chose, and goes on from these. A rounding that the model lacks is an infinite difference, where the
     answer depends on it. What computes in half precision rounds at other places in onnxruntime than in torch: both are
-    compared as they mean it, without.
+    compared as they mean it, without, from what the module stores on.
     """
     if not isinstance(module, GraphModule):
         with torch.no_grad():
@@ -42,7 +43,9 @@ def difference(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...]) -
     rounded, chosen = _rounded(model, module), _chosen(model, module)
     is_half = half_of(model) is not None and not roundings(module)
     given = tuple(t.float() if t.dtype in HALF else t for t in inputs) if is_half else inputs
-    wanted = run(in_float32(model) if is_half else model, given, (*rounded.values(), *chosen.values()))
+    wanted = run(
+        _storing(in_float32(model), module) if is_half else model, given, (*rounded.values(), *chosen.values())
+    )
     shown = dict(zip((*rounded, *chosen), wanted[len(model.graph.outputs) :], strict=True))
     own, places = ({name: shown[name] for name in names} for names in (rounded, chosen))
     compared = _WideFromChoices(module, places) if is_half else _FromChoices(module, places, own)
@@ -144,6 +147,20 @@ def in_float32(model: ir.Model) -> ir.Model:
                 elif attribute.type == ir.AttributeType.TENSOR:
                     node.attributes[attribute.name] = ir.AttrTensor(attribute.name, _wider(attribute.as_tensor()))
     return result
+
+
+def _storing(model: ir.Model, module: GraphModule) -> ir.Model:
+    """`model`, what the module stores of what it computes as that is: once rounded to half precision."""
+    stored = dict(module.named_buffers())
+    for node in list(model.graph):
+        for value in node.outputs:
+            tensor = stored.get(attribute_name(str(value.name)))
+            if tensor is not None and tensor.dtype in HALF:
+                name = f"{value.name}/stored"
+                same = ir.Value(name=name, const_value=ir.tensor(tensor.float().numpy(), name=name))
+                model.graph.register_initializer(same)
+                value.replace_all_uses_with(same, replace_graph_outputs=True)
+    return model
 
 
 def _is_type(attribute: ir.Attr) -> bool:
