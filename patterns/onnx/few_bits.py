@@ -30,7 +30,7 @@ def write_product_of_bits(writer: Writer, node: ir.Node, setting: Setting) -> ir
     if packed is None or scales is None or (len(node.inputs) > 3 and node.inputs[3] is not None and zero is None):
         return Refusal("computed-weight", "its packed weight, scales or zero points are not stored")
     if order is not None or bits not in (2, 4, 8) or (zero is not None and zero.dtype != np.uint8):
-        return Refusal("other-packing", "it orders its blocks otherwise, or has fractions for zero points")
+        return Refusal("other-packing", "its bits, their order or its zero points are none that are known")
     integers = _unpacked(packed.reshape(rows * blocks, -1), bits)
     middle = np.full((rows, blocks), 1 << (bits - 1), np.uint8)
     zeros = middle if zero is None else _unpacked(zero.reshape(rows, -1), bits)[:, :blocks]
