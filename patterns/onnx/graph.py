@@ -129,9 +129,8 @@ class OnnxGraph:
         for node in source.consumers():
             if node.op_type in SHAPE_ONLY:
                 continue
-            made = (
-                node.outputs[:1] if node.op_type == "DynamicQuantizeLinear" else node.outputs
-            )  # the scale goes with it
+            rounds = node.op_type == "DynamicQuantizeLinear"  # its scale and zero point follow its integers
+            made = node.outputs[:1] if rounds else node.outputs
             names = [str(output.name) for output in made if output.name]
             known = [self._read_as.get(name, name) for name in names if name in self._sizes.size]
             found += known or [_RESULT + name for name in names]

@@ -36,6 +36,7 @@ PACKED = {
     "four bits": (_integers(block_size=16, is_symmetric=True), 1 / 8),
     "four bits with zero points": (_integers(block_size=16, is_symmetric=False), 1 / 8),
     "four bits in blocks longer than the row": (_integers(block_size=64, is_symmetric=False), 1 / 8),
+    "two bits": (_integers(block_size=16, is_symmetric=False, bits=2), 1 / 2),
     "eight bits": (_integers(block_size=16, is_symmetric=False, bits=8), 1 / 200),
     "four bits that are multiplied with bytes": (_integers(block_size=16, is_symmetric=True, accuracy_level=4), 1 / 8),
     "levels of a float": (_levels(0), 1 / 5),
