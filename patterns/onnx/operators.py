@@ -1,5 +1,6 @@
 """The operators of ONNX in the matcher's vocabulary."""
 
+from attnrewrite.errors import Refusal
 from attnrewrite.patterns.graph import Kind
 
 
@@ -77,6 +78,11 @@ QUANTISED = FEW_BITS | frozenset(
 )
 # what to give in place of a model whose attention computes on integers
 UNQUANTISED = "give the model before quantization, or in QDQ form (onnxruntime's QuantFormat.QDQ)"
+# onnxruntime's blocked layout: what a value holds depends on the vectors of the processor that it was written for
+_BLOCKED = "com.microsoft.nchwc"
+UNBLOCKED = (
+    "onnxruntime laid it out for one processor; give the model before it was optimised, or saved at ORT_ENABLE_EXTENDED"
+)
 SHAPE_ONLY = frozenset(_words("Shape Size EyeLike"))  # they read their operand's size, not its elements
 
 SIMPLE: dict[str, tuple[Kind, str]] = {
@@ -87,3 +93,10 @@ SIMPLE: dict[str, tuple[Kind, str]] = {
     **{name: ("pool", name.lower()) for name in POOLS},
     **{name: ("reduce", known) for name, known in REDUCTIONS.items()},
 }
+
+
+def unreadable(domain: str, operator: str) -> Refusal | None:
+    """Why an operator is not read in plain numbers, with the way out; None where nothing special is known of it."""
+    if operator in QUANTISED:
+        return Refusal("quantized", f"it computes on integers; {UNQUANTISED}")
+    return Refusal("unsupported-operator", UNBLOCKED) if domain == _BLOCKED else None

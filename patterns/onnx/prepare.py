@@ -1,7 +1,7 @@
 """From an ONNX model to what the view reads: functions inlined, fused operators written out, every size known."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -10,7 +10,7 @@ from onnx_ir.passes.common import InlinePass
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.patterns.onnx.branches import take_branch
 from attnrewrite.patterns.onnx.fused import write_out
-from attnrewrite.patterns.onnx.operators import QUANTISED, UNQUANTISED
+from attnrewrite.patterns.onnx.operators import UNQUANTISED, unreadable
 from attnrewrite.patterns.onnx.sizes import PRIVATE, Size, Sizes, advance, input_sizes, reading, start
 from attnrewrite.site import NearMiss
 
@@ -143,12 +143,8 @@ def _unsized(node: ir.Node, sizes: Sizes) -> Refusal:
     maker = node
     while behind := next((each for each in maker.predecessors() if each.outputs[0].name not in sizes.size), None):
         maker = behind
-    if maker.op_type in QUANTISED:
-        why = f"it reads what {maker.op_type} {maker.name!r} computes on integers; {UNQUANTISED}"
-        return Refusal("quantized", why)
-    return Refusal(
-        "unknown-size", f"the sizes of its operands depend on the data, from {maker.op_type} {maker.name!r} on"
-    )
+    known = unreadable(maker.domain, maker.op_type) or Refusal("unknown-size", "its result depends on the data")
+    return replace(known, sentence=f"its operands have no known size, from {maker.op_type} {maker.name!r} on: {known}")
 
 
 def attends(node: ir.Node) -> bool:

@@ -25,7 +25,7 @@ from attnrewrite.frontends.onnx.movement import MOVES
 from attnrewrite.frontends.onnx.quantised import INTEGERS
 from attnrewrite.frontends.onnx.quantised import QUANTISED as ROUNDINGS
 from attnrewrite.patterns.onnx.graph import OnnxGraph
-from attnrewrite.patterns.onnx.operators import QUANTISED, SHAPE_ONLY, UNQUANTISED
+from attnrewrite.patterns.onnx.operators import SHAPE_ONLY, unreadable
 from attnrewrite.patterns.onnx.recognise import attribute_name
 from attnrewrite.patterns.onnx.sizes import reading, real_inputs
 
@@ -286,8 +286,7 @@ class _Importer:
         known = node.domain in ("", "ai.onnx", "attnrewrite", "com.microsoft")
         translation = TRANSLATIONS.get(node.op_type) if known else None
         if translation is None:
-            integers = node.op_type in QUANTISED
-            raise call.unsupported(f"it computes on integers; {UNQUANTISED}" if integers else "no translation is known")
+            raise call.unsupported(str(unreadable(node.domain, node.op_type) or "no translation is known"))
         for value in node.outputs:
             if value.name and not self.view.is_sized(value.name):
                 raise call.unsupported("the size of its result depends on the data")
