@@ -144,21 +144,26 @@ def _packed_attention(writer: Writer, node: ir.Node, setting: Setting) -> ir.Val
     return writer.join_heads(writer.attend(split, operand(node, 5), "unidirectional"))
 
 
-def _fused_matmul(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value | Refusal:
-    """com.microsoft FusedMatMul and TransposeMatMul: alpha * op(A) op(B)."""
-    if integer(node, "transBatchA") or integer(node, "transBatchB"):
-        return Refusal("moved-batch", "it moves its batch axes")
+def _fused_matmul(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value:
+    """com.microsoft FusedMatMul and TransposeMatMul: alpha * op(A) op(B), where op may move the first axis behind the
+    other batch axes (transBatch), and then exchange the last two (trans).
+    """
     sides = []
     for value, name in zip(node.inputs, ("A", "B"), strict=True):
         assert value is not None
-        rank = len(setting.size(value))
-        order = [*range(rank - 2), rank - 1, rank - 2] if integer(node, f"trans{name}") else list(range(rank))
+        order = list(range(len(setting.size(value))))
+        if integer(node, f"transBatch{name}"):
+            order.insert(-1, order.pop(0))
+        if integer(node, f"trans{name}"):
+            order[-2:] = reversed(order[-2:])
         sides.append(writer.transpose(value, order, f"turned_{name}"))
     product = writer.one("MatMul", sides, "product")
     alpha = number(node, "alpha")
     if alpha in (None, 1.0):
         return product
-    return writer.one("Mul", [product, writer.constant(np.array(alpha, np.float32), "alpha")], "scaled")
+    return writer.one(
+        "Mul", [product, writer.constant(np.array(alpha, setting.dtype(node.inputs[0])), "alpha")], "scaled"
+    )
 
 
 def _bias_gelu(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value:

@@ -68,6 +68,10 @@ class Setting:
     def size(self, value: ir.Value) -> Size:
         return self.sizes.size[str(value.name)]
 
+    def dtype(self, value: ir.Value | None) -> np.dtype:
+        assert value is not None
+        return ir.DataType(self.sizes.dtype[str(value.name)]).numpy()
+
 
 def integer(node: ir.Node, name: str, default: int = 0) -> int:
     return node.attributes[name].as_int() if name in node.attributes else default

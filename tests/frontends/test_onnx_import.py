@@ -375,6 +375,15 @@ OPERATORS = {
         """,
     ),
     "fused": (17, TOKENS, "y, m, i = com.microsoft.SkipLayerNormalization(x, x, bq, bk)"),
+    "products that move their batch": (
+        17,
+        TOKENS,
+        """
+            t = Transpose<perm=[1, 0, 2]>(x)
+            s = com.microsoft.FusedMatMul<alpha=0.25, transBatchA=1, transBatchB=1, transB=1>(t, t)
+            y = com.microsoft.FusedMatMul<transBatchA=1, transA=1>(t, s)
+        """,
+    ),
     "fused, alone": (17, TOKENS, "y = com.microsoft.SkipLayerNormalization(x, x, bq, bk)"),
     "fused activations": (
         17,

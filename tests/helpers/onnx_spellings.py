@@ -255,6 +255,17 @@ SPELLINGS = {
   o = MatMul(p, v)
 """ + _JOINED + _OUT,
     ),
+    "FusedMatMul that moves the batch": (
+        17,
+        _PROJECTED + _SPLIT + """
+  q4 = Transpose<perm=[1, 0, 2, 3]>(q3)
+  k4 = Transpose<perm=[1, 0, 2, 3]>(k3)
+  v4 = Transpose<perm=[1, 0, 2, 3]>(v3)
+  s2 = com.microsoft.FusedMatMul<alpha=0.35355338, transBatchA=1, transBatchB=1, transB=1>(q4, k4)
+  p = Softmax(s2)
+  o = com.microsoft.FusedMatMul<transBatchB=1>(p, v4)
+""" + _JOINED + _OUT,
+    ),
     "a branch that is always taken": (
         17,
         (_PROJECTED + _SPLIT + _PRODUCTS + _JOINED + _OUT).replace(

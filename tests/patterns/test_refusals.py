@@ -242,7 +242,6 @@ FROM_ONNX: dict[str, Case] = {
     "no-weights": fused("y = com.microsoft.Attention<num_heads=2>(x)"),
     "padding-rotation-or-cache": fused("y = com.microsoft.Attention<num_heads=2>(x, w_packed, b_packed, mask)", 17,
                                        "float[2,10,16] x, int32[2] mask"),
-    "moved-batch": fused("y = com.microsoft.FusedMatMul<transBatchA=1>(x, x)"),
     "computed-weight": fused("y = com.microsoft.MatMulNBits<K=16, N=16, block_size=16>(x, b, s)", 17,
                              "float[2,10,16] x, uint8[16,1,8] b, float[16] s"),
     "other-packing": fused("b = Constant<value = uint8[1,1,6] {0, 0, 0, 0, 0, 0}>() s = Constant<value_floats=[1.0]>() "
