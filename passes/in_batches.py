@@ -139,7 +139,7 @@ def _mixed(opened: Callable[..., Any], draws: tuple[Draw, ...], answers: Answers
     wanted, alone = [], []
     for index, (mine, theirs, both) in enumerate(zip(known, other, found, strict=True)):
         axis = _image_axis(mine, both, batch)
-        if axis is None and not (mine.shape == both.shape and known_error(theirs, mine) <= _allowed(mine)):
+        if axis is None and not (mine.shape == both.shape and known_error(theirs, mine) <= allowed_apart(mine)):
             shape = list(mine.shape)
             return Refusal("no-batch-out", f"gives output {index} as {shape}, which holds no answer for each image")
         only = theirs if axis is None else theirs.narrow(axis, 0, 1)
@@ -208,13 +208,13 @@ def _apart(found: Sequence[Tensor], wanted: Sequence[Tensor], count: int) -> Ref
             shapes = f"as {list(answer.shape)} for {count} images, not {list(known.shape)}"
             return Refusal("no-batch-out", f"gives output {index} {shapes}")
     error = max(map(known_error, found, wanted), default=0.0)
-    allowed = max((_allowed(answer) for answer in wanted), default=APART_TOLERANCE)
+    allowed = max((allowed_apart(answer) for answer in wanted), default=APART_TOLERANCE)
     if error <= allowed:
         return None
     told = f"answers an image otherwise beside others (by {error:.2e}, allowed {allowed:.0e})"
     return Refusal("images-mixed", f"{told}: what it computes for one image follows the batch")
 
 
-def _allowed(answer: Tensor) -> float:
-    """How far apart the same operations on more images may be: half precision rounds on the way, every layer anew."""
+def allowed_apart(answer: Tensor) -> float:
+    """How far apart the same operations in another order may be: half precision rounds on the way, every layer anew."""
     return float(torch.finfo(answer.dtype).eps ** 0.5) if answer.dtype in HALF else APART_TOLERANCE

@@ -14,6 +14,7 @@ from attnrewrite.patterns.masks import LOW, is_of_heads, is_of_keys, is_of_queri
 from attnrewrite.patterns.products import Products, fused_products, loose_exponentials, softmax_products
 from attnrewrite.patterns.projections import Tracers, trace_output, trace_projection
 from attnrewrite.patterns.provenance import Tracer, layout_of, numbered, push
+from attnrewrite.patterns.quantised import quantised_around
 from attnrewrite.patterns.relations import ancestors, common_scope, is_cross, region, uses_norm, uses_rotation
 from attnrewrite.patterns.scores import Joined
 from attnrewrite.patterns.weights import fingerprint
@@ -41,7 +42,8 @@ def scan(graph: GraphView, model: str) -> Scan:
             misses.append(NearMiss(loose.code, loose.sentence, "softmax", value, (value,)))
         if operation.kind not in ("softmax", "sdpa"):
             continue
-        result = readers[graph.is_constant(value)].read(value, len(sites))
+        reader = readers[graph.is_constant(value)]
+        result = quantised_around(graph, value) or reader.read(value, len(sites))
         if isinstance(result, NearMiss):
             misses.append(result)
         else:

@@ -39,6 +39,7 @@ from attnrewrite.passes.original import require_numbers
 from attnrewrite.passes.site_module import written_value
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
+from attnrewrite.patterns.fx.operators import UNQUANTISED, computes_on_integers
 from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.patterns.weights import sketch
 from attnrewrite.plan import Placement, Plan
@@ -183,6 +184,8 @@ def _captured(source: Source) -> Captured:
     captured = capture(source.name, model, source.example_inputs)
     if not captured.exact:
         raise InputError(f"{captured.note}; it can be explained, but not converted")
+    if on_integers := next(filter(computes_on_integers, captured.module.graph.nodes), None):
+        raise InputError(f"{source.name} computes on integers (at {on_integers.name}); {UNQUANTISED}")
     return opened(captured, model)
 
 

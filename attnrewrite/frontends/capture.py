@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from attnrewrite.errors import InputError, first_line
+from attnrewrite.frontends.packed import UNQUANTISED, quantised_layer
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.composites import DEFINITIONS
 from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph
@@ -67,6 +68,8 @@ def export(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[ExportedProgr
             way_out = "give a model whose forward takes tensors and has no data-dependent Python control flow"
             if isinstance(module, torch.jit.ScriptModule):
                 way_out = "give the module that it was scripted or traced from"
+            elif layer := quantised_layer(module):
+                way_out = f"{layer} is quantized: {UNQUANTISED}"
             raise InputError(
                 f"{type(module).__name__} cannot be captured by torch.export: {first_line(error)}; {way_out}"
             ) from error

@@ -25,6 +25,7 @@ from attnrewrite.frontends.examples import TEXT, given_examples, made_example, m
 from attnrewrite.frontends.factories import call_factory, split_factory
 from attnrewrite.frontends.libraries import LIBRARIES, PRETRAINED, build
 from attnrewrite.frontends.onnx.scan import check_onnx, is_onnx
+from attnrewrite.frontends.packed import with_plain_weights
 from attnrewrite.frontends.trust import NO_CODE, code_digest, remembered
 from attnrewrite.images.preprocessing import (
     Preprocessing,
@@ -197,6 +198,8 @@ def load_source(
         require_runs(loaded.name, loaded.model, inputs)
     elif loaded.model is not None:
         loaded = replace(loaded, example_inputs=many_as_taken(loaded.name, loaded.model, inputs))
+    if loaded.model is not None:
+        loaded = replace(loaded, model=with_plain_weights(loaded.name, loaded.model, loaded.example_inputs))
     return replace(loaded, origin=_describe(loaded.origin, loaded) if loaded.origin else None)
 
 

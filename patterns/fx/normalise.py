@@ -16,7 +16,9 @@ from attnrewrite.patterns.fx.operators import (
     IDENTITIES,
     INDEXED,
     KINDS,
+    UNQUANTISED,
     WHOLE_ATTENTION,
+    computes_on_integers,
     operator_name,
 )
 from attnrewrite.patterns.graph import GraphView, Operation
@@ -55,6 +57,8 @@ def normalise(graph: FxNodes, value: str) -> Operation:
         return Operation(node.name, "move" if mode == "constant" else "other", name, inputs)
     if name in _SPECIAL:
         return _SPECIAL[name](graph, node, producer, inputs)
+    if computes_on_integers(producer) or name.startswith("fake_quantize"):
+        return Operation(node.name, "other", name, inputs, {"quantized": UNQUANTISED})
     if isinstance(producer.target, torch._ops.HigherOrderOperator) and _holds_attention(producer):
         return _opaque(graph, node, producer, inputs)
     kind = KINDS.get(name, "other")

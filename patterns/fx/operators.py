@@ -67,6 +67,10 @@ WHOLE_ATTENTION = {
     ),
     "flex_attention": "ask for its result alone, not for sums or maxima beside it (return_lse, return_aux)",
 }
+# libraries of operators that round to integers or compute on them
+_ON_INTEGERS = frozenset(("quantized", "quantized_decomposed", "torchao"))
+# what to give in place of a model that computes on integers
+UNQUANTISED = "give the model before quantization, or, where its scales are fixed, what torch.onnx.export writes of it"
 # ask an operand for its shape and type alone
 FACTORIES = frozenset((
     "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
@@ -90,6 +94,11 @@ def operator_name(node: Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
     return getattr(target, "__name__", str(target))
+
+
+def computes_on_integers(node: Node) -> bool:
+    """Whether its operator rounds to integers of a scale, undoes that, or computes on such integers."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _ON_INTEGERS
 
 
 def asserts(node: Node) -> bool:

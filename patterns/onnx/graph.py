@@ -9,12 +9,11 @@ import onnx_ir as ir
 
 from attnrewrite.errors import InputError
 from attnrewrite.patterns.graph import Operation
-from attnrewrite.patterns.groups import with_groups
 from attnrewrite.patterns.matcher import scan
 from attnrewrite.patterns.onnx.normalise import moved, normalise
 from attnrewrite.patterns.onnx.operators import SHAPE_ONLY
 from attnrewrite.patterns.onnx.prepare import prepare
-from attnrewrite.patterns.onnx.quantised import Rounding, as_pairs, inner_roundings, quantised_around, without
+from attnrewrite.patterns.onnx.quantised import Rounding, as_pairs, inner_roundings, without
 from attnrewrite.patterns.onnx.recognise import BiasedProduct, biased_product, scope_of
 from attnrewrite.patterns.onnx.sizes import Size, computed, evaluate, is_function_of_operands, reading
 from attnrewrite.patterns.softmaxes import softmax_by_hand
@@ -214,7 +213,7 @@ class OnnxGraph:
 
 
 def scan_onnx(graph: OnnxGraph, model: str) -> Scan:
-    """Every attention of an ONNX graph; what the view cannot show, and what is quantized, among the near misses.
+    """Every attention of an ONNX graph; what the view cannot show among the near misses.
 
     Raises:
         InputError: data is moved through more steps than can be followed.
@@ -223,18 +222,7 @@ def scan_onnx(graph: OnnxGraph, model: str) -> Scan:
         found = scan(graph, model)
     except RecursionError as error:
         raise InputError(f"{model} moves its data through too many steps to follow; simplify it") from error
-    quantised = {miss.name: miss for value in graph.values if (miss := quantised_around(graph, value)) is not None}
-    anchors = [(site, _anchor_of(graph, site.nodes)) for site in found.sites]
-    sites = [site for site, anchor in anchors if anchor not in quantised]
-    misses = [quantised.get(miss.name, miss) for miss in found.near_misses]
-    misses += [quantised[anchor] for _, anchor in anchors if anchor in quantised]
-    numbered = tuple(replace(site, id=f"site{number}") for number, site in enumerate(sites))
-    found = replace(found, sites=numbered, near_misses=(*misses, *graph.prepared.unread))
-    return with_groups(graph, found)
-
-
-def _anchor_of(graph: OnnxGraph, nodes: tuple[str, ...]) -> str:
-    return next(value for value in nodes if graph.operation(value).kind in ("softmax", "sdpa"))
+    return replace(found, near_misses=(*found.near_misses, *graph.prepared.unread))
 
 
 def _named_values(graph: ir.Graph) -> list[ir.Value]:

@@ -13,12 +13,10 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from attnrewrite.patterns.graph import ComputedConstants, GraphView
-from attnrewrite.patterns.onnx.operators import SHAPE_ONLY, UNQUANTISED
+from attnrewrite.patterns.onnx.operators import SHAPE_ONLY
 from attnrewrite.patterns.onnx.prepare import inlined
-from attnrewrite.site import NearMiss
+from attnrewrite.patterns.quantised import NEAR, inside
 
-_BORDERS = frozenset({"linear", "conv", "norm", "softmax", "sdpa", "input", "constant"})
-_NEAR = 256  # values: an attention has fewer, and a graph may be long
 _ROUNDS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
 _INTEGER_PRODUCTS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
 
@@ -91,42 +89,9 @@ def without(model: ir.Model, roundings: Sequence[Rounding], other: "Instead | No
 Instead = Callable[[ir.Value, ir.Value], ir.Value]  # what is read in place of (what a pair makes, its source)
 
 
-def quantised_around(graph: GraphView, value: str) -> NearMiss | None:
-    """The near miss that an anchor is where something between its projections and its products still is quantised."""
-    graph = cast(GraphView, ComputedConstants(graph))
-    for near in _inside(graph, value):
-        operation = graph.operation(near)
-        if operation.attributes.get("quantized") and not graph.is_constant(near):
-            why = f"{operation.name} ({near}) quantizes what it reads or makes, and cannot be left out; {UNQUANTISED}"
-            return NearMiss("quantized", why, graph.operation(value).kind, value, (value,))
-    return None
-
-
 def _readers(graph: QuantisedView, value: str) -> list[str]:
-    inside = _inside(graph, value)
-    return [*inside, *_maps_before(graph, inside), *_way_out(graph, inside)] if inside else []
-
-
-def _inside(graph: GraphView, value: str) -> list[str]:
-    """The values from the borders before an anchor to its product with the values, both products included."""
-    anchor = graph.operation(value)
-    if anchor.kind not in ("softmax", "sdpa") or graph.is_constant(value):
-        return []
-    ahead, products = [value], [value] if anchor.kind == "sdpa" else []
-    for current in ahead:
-        for user in graph.users(current) if not products and len(ahead) <= _NEAR else ():
-            operation = graph.operation(user)
-            if operation.kind == "matmul" and not all(graph.is_constant(o) for o in operation.inputs if o != current):
-                products.append(user)
-            elif operation.kind not in _BORDERS and user not in ahead and operation.name != "output":
-                ahead.append(user)
-    found = [*ahead, *(product for product in products if product not in ahead)]
-    for current in found:
-        for operand in graph.operation(current).inputs:
-            border = graph.operation(operand).kind in _BORDERS or graph.is_constant(operand)
-            if not border and operand not in found and len(found) <= _NEAR:
-                found.append(operand)
-    return found
+    values = inside(graph, value)
+    return [*values, *_maps_before(graph, values), *_way_out(graph, values)] if values else []
 
 
 def _maps_before(graph: QuantisedView, inside: Sequence[str]) -> Iterator[str]:
@@ -144,7 +109,7 @@ def _way_out(graph: QuantisedView, inside: Sequence[str]) -> list[str]:
     products = [value for value in inside if graph.operation(value).kind in ("matmul", "sdpa")]
     value = next((value for value in products if not set(graph.users(value)) & set(inside)), None)
     way: list[str] = []
-    while value is not None and (user := _only_user(graph, value)) is not None and len(way) <= _NEAR:
+    while value is not None and (user := _only_user(graph, value)) is not None and len(way) <= NEAR:
         operation = graph.operation(user)
         way.append(user)
         if operation.kind in ("linear", "conv") and operation.inputs[0] == value:
