@@ -40,12 +40,15 @@ def write_file(
     )
     if not large:
         ir.external_data.load_to_model(result)  # weights that lay beside the source are no part of the folder
-    with quiet_ir():
-        ir.save(result, out, external_data=f"{out.name}.data" if large else None)
-    try:
-        onnx.checker.check_model(out, full_check=True)
-    except Exception as error:  # onnx raises several kinds
-        raise CheckFailedError(f"{source}: onnx refuses the rewritten model: {first_line(error)}") from error
+    beside = f"{out.name}.data" if large else None
+    _write(result, out, beside)
+    refused = _refused(out)
+    if refused and _refused(source):  # for what the source says of its values' sizes, which no one needs to be told
+        _forget_sizes(result)
+        _write(result, out, beside)
+        refused = _refused(out)
+    if refused:
+        raise CheckFailedError(f"{source}: onnx refuses the rewritten model: {refused}")
     given = _of_its_batch(model, inputs)
     with torch.no_grad():
         off = difference(OnnxGraph(result, open_sizes(model, size)).source, module, given)
@@ -60,6 +63,28 @@ def write_file(
         told = _fault(out, given)  # what was compared is not what users will run
         if told is not None and _fault(source, given) is None:
             raise CheckFailedError(f"{source}: rewritten, {told}, which it did not before; nothing was written")
+
+
+def _write(model: ir.Model, out: Path, beside: str | None) -> None:
+    with quiet_ir():
+        ir.save(model, out, external_data=beside)
+
+
+def _refused(path: Path) -> str | None:
+    """Why onnx does not take a file, its sizes followed; None where it does."""
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except Exception as error:  # onnx raises several kinds
+        return first_line(error)
+    return None
+
+
+def _forget_sizes(model: ir.Model) -> None:
+    """Leave out what a file says of the sizes of values that are not its inputs and outputs."""
+    for graph in model.graphs():
+        for node in graph:
+            for value in node.outputs:
+                value.shape = value.shape if value.is_graph_output() else None
 
 
 def _fault(path: Path, inputs: tuple[Tensor, ...]) -> str | None:

@@ -344,6 +344,22 @@ def test_a_file_that_onnxruntime_optimised_and_saved_can_be_optimised_again(
         np.testing.assert_allclose(found, done.module(images), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_sizes_that_a_file_says_of_its_values_are_left_out(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source, images = tmp_path / "model.onnx", torch.rand(1, *IMAGE[1:])
+    torch.onnx.export(Vit(1).eval(), (images,), source, dynamo=False, opset_version=17)
+    told = onnx.load(source)
+    patches = next(node for node in told.graph.node if node.op_type == "Conv").output[0]
+    del told.graph.value_info[:]
+    told.graph.value_info.append(onnx.helper.make_tensor_value_info(patches, onnx.TensorProto.FLOAT, []))
+    onnx.save(told, source)
+    with pytest.raises(onnx.shape_inference.InferenceError, match="differ in rank"):
+        onnx.checker.check_model(source, full_check=True)
+    folder = ar.convert(source, variant="l1").save(tmp_path / "out")
+    onnx.checker.check_model(folder / "model.onnx", full_check=True)
+
+
 class _Best(nn.Module):
     """[B, 12, 16] -> the five tokens whose rounded mean is largest, after one attention; many means are equal."""
 
