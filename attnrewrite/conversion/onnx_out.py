@@ -1,6 +1,7 @@
 """A converted model as ONNX: the file that it was read from, with its sites and fitted maps changed, and checked."""
 
 import re
+from itertools import chain
 from pathlib import Path
 
 import onnx
@@ -82,9 +83,9 @@ def _refused(path: Path) -> str | None:
 def _forget_sizes(model: ir.Model) -> None:
     """Leave out what a file says of the sizes of values that are not its inputs and outputs."""
     for graph in model.graphs():
-        for node in graph:
-            for value in node.outputs:
-                value.shape = value.shape if value.is_graph_output() else None
+        for value in chain(graph.initializers.values(), *(node.outputs for node in graph)):
+            if not (value.is_graph_input() or value.is_graph_output()):
+                value.shape = None
 
 
 def _fault(path: Path, inputs: tuple[Tensor, ...]) -> str | None:

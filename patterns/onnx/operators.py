@@ -78,6 +78,7 @@ QUANTISED = FEW_BITS | frozenset(
 )
 # what to give in place of a model whose attention computes on integers
 UNQUANTISED = "give the model before quantization, or in QDQ form (onnxruntime's QuantFormat.QDQ)"
+_DRAWS = frozenset(_words("Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"))
 # onnxruntime's blocked layout: what a value holds depends on the vectors of the processor that it was written for
 _BLOCKED = "com.microsoft.nchwc"
 UNBLOCKED = (
@@ -99,4 +100,6 @@ def unreadable(domain: str, operator: str) -> Refusal | None:
     """Why an operator is not read in plain numbers, with the way out; None where nothing special is known of it."""
     if operator in QUANTISED:
         return Refusal("quantized", f"it computes on integers; {UNQUANTISED}")
+    if operator in _DRAWS:
+        return Refusal("unsupported-operator", "it draws random numbers; export the model with these as an input")
     return Refusal("unsupported-operator", UNBLOCKED) if domain == _BLOCKED else None

@@ -345,14 +345,16 @@ def test_a_file_that_onnxruntime_optimised_and_saved_can_be_optimised_again(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_wrong_sizes_that_a_file_says_of_its_values_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["result", "weight"])
+def test_wrong_sizes_that_a_file_says_of_its_values_are_left_out(role: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     source, images = tmp_path / "model.onnx", torch.rand(1, *IMAGE[1:])
     torch.onnx.export(Vit(1).eval(), (images,), source, dynamo=False, opset_version=17)
     told = onnx.load(source)
-    patches = next(node for node in told.graph.node if node.op_type == "Conv").output[0]
+    patches = next(node for node in told.graph.node if node.op_type == "Conv")
+    value = patches.output[0] if role == "result" else patches.input[1]
     del told.graph.value_info[:]
-    told.graph.value_info.append(onnx.helper.make_tensor_value_info(patches, onnx.TensorProto.FLOAT, []))
+    told.graph.value_info.append(onnx.helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, []))
     onnx.save(told, source)
     with pytest.raises(onnx.shape_inference.InferenceError, match="differ in rank"):
         onnx.checker.check_model(source, full_check=True)

@@ -571,6 +571,10 @@ def test_a_model_in_half_precision_is_held_to_what_it_means() -> None:
             "y = com.microsoft.nchwc.ReorderInput(x)",
             r"ReorderInput .* cannot be imported .*: onnxruntime laid it out for one processor; .* ORT_ENABLE_EXTENDED",
         ),
+        (
+            "r = RandomUniformLike(x) y = Add(x, r)",
+            r"RandomUniformLike .* it draws random numbers; export the model with",
+        ),
         ("y = Hardmax(x)", r"Hardmax \(node 'node0', opset 17\) cannot be imported .*: no translation is known"),
         ("y = Softmax<axis=9223372036854775807>(x)", r"Softmax .* cannot be imported .*: .* of 3 axes has no axis 9"),
         ("z = Sub(x, x) y = Div(z, z)", "answers random inputs with NaN or infinity alone"),
