@@ -120,7 +120,7 @@ def test_packed_weights_are_the_numbers_that_they_stand_for() -> None:
     [
         (
             RoundsTokens,
-            r"answers differently, by .* where qkv.weight \(RoundsTokens\) .* give the model before quantiz",
+            r"Block's qkv \(Linear\) answers differently .*: it quantizes more; give the model before quantization",
         ),
         (Sealed, r"Block's qkv.weight is a Sealed, of which the numbers cannot be had \(sealed\): give the model with"),
     ],
