@@ -274,7 +274,7 @@ class _Importer:
     def buffer(self, array: np.ndarray, name: str) -> Node:
         """Numbers that a translation needs, as a buffer of the module."""
         own = attribute_name(name)
-        self.root.register_buffer(own, torch.from_numpy(array))
+        self.root.register_buffer(own, torch.from_numpy(array.copy()))  # a stored one may be read only
         return self._attribute(own)
 
     def _attribute(self, name: str) -> Node:
