@@ -8,6 +8,7 @@ from typing import cast
 from attnrewrite.patterns.graph import ComputedConstants, GraphView
 from attnrewrite.site import NearMiss
 
+UNQUANTISED = "give the model before quantization"
 NEAR = 256  # values: an attention has fewer, and a graph may be long
 _BORDERS = frozenset({"linear", "conv", "norm", "softmax", "sdpa", "input", "constant"})
 

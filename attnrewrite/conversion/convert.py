@@ -39,7 +39,7 @@ from attnrewrite.passes.original import require_numbers
 from attnrewrite.passes.site_module import written_value
 from attnrewrite.passes.verify import rewritten_sites
 from attnrewrite.patterns.fx.graph import FxGraph
-from attnrewrite.patterns.fx.operators import UNQUANTISED, computes_on_integers
+from attnrewrite.patterns.fx.operators import UNQUANTISED_PROGRAM, computes_on_integers
 from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.patterns.weights import sketch
 from attnrewrite.plan import Placement, Plan
@@ -185,7 +185,7 @@ def _captured(source: Source) -> Captured:
     if not captured.exact:
         raise InputError(f"{captured.note}; it can be explained, but not converted")
     if on_integers := next(filter(computes_on_integers, captured.module.graph.nodes), None):
-        raise InputError(f"{source.name} computes on integers (at {on_integers.name}); {UNQUANTISED}")
+        raise InputError(f"{source.name} computes on integers (at {on_integers.name}); {UNQUANTISED_PROGRAM}")
     return opened(captured, model)
 
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from attnrewrite.errors import InputError, first_line
-from attnrewrite.frontends.packed import UNQUANTISED, quantised_layer
+from attnrewrite.frontends.packed import quantised_layer
 from attnrewrite.passes.copying import without_torch_logs
 from attnrewrite.passes.fx.composites import DEFINITIONS
 from attnrewrite.passes.fx.functionalise import RemoveAssertions, functional_graph
@@ -21,6 +21,7 @@ from attnrewrite.passes.fx.signature import writes
 from attnrewrite.passes.in_batches import with_images
 from attnrewrite.passes.tracing import export_program
 from attnrewrite.patterns.fx.operators import is_open
+from attnrewrite.patterns.quantised import UNQUANTISED
 
 UNWRITABLE = frozenset("\"'\\\n\r")  # torch.fx writes a module's name between quotation marks
 

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from attnrewrite.errors import InputError, first_line
 from attnrewrite.passes.in_batches import APART_TOLERANCE, allowed_apart
 from attnrewrite.passes.verify import HALF_STEPS, known_error, outputs
-
-UNQUANTISED = "give the model before quantization"
+from attnrewrite.patterns.quantised import UNQUANTISED
 
 
 def with_plain_weights(name: str, model: nn.Module, inputs: Sequence[Tensor]) -> nn.Module:
@@ -63,7 +62,7 @@ def _layer_errors(
             found, wanted = outputs(plain.get_submodule(path)(*args, **kwargs)), outputs(answer)
             steps = [HALF_STEPS * torch.finfo(each.dtype).eps for each in wanted if each.is_floating_point()]
             error = max(map(known_error, found, wanted), default=0.0)
-            errors[path] = max(errors.get(path, (0.0, 0.0)), (error, max(APART_TOLERANCE, *steps)))
+            errors[path] = max(errors.get(path, (0.0, 0.0)), (error, max([APART_TOLERANCE, *steps])))
 
         return hook
 
@@ -91,10 +90,10 @@ def _plain(where: str, tensor: Tensor) -> Tensor:
 
 
 def quantised_layer(model: nn.Module) -> str | None:
-    """The first layer that computes on integers: its weight is no tensor of fractions, or its code says so."""
+    """The first layer whose weight is no tensor of fractions, as those that compute on integers have none."""
     for path, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
         integers = callable(weight) or (isinstance(weight, Tensor) and not weight.is_floating_point())
-        if integers or "quant" in type(layer).__module__:
+        if integers:
             return f"{path} ({type(layer).__name__})"
     return None

@@ -16,7 +16,7 @@ from attnrewrite.patterns.fx.operators import (
     IDENTITIES,
     INDEXED,
     KINDS,
-    UNQUANTISED,
+    UNQUANTISED_PROGRAM,
     WHOLE_ATTENTION,
     computes_on_integers,
     operator_name,
@@ -58,7 +58,7 @@ def normalise(graph: FxNodes, value: str) -> Operation:
     if name in _SPECIAL:
         return _SPECIAL[name](graph, node, producer, inputs)
     if computes_on_integers(producer) or name.startswith("fake_quantize"):
-        return Operation(node.name, "other", name, inputs, {"quantized": UNQUANTISED})
+        return Operation(node.name, "other", name, inputs, {"quantized": UNQUANTISED_PROGRAM})
     if isinstance(producer.target, torch._ops.HigherOrderOperator) and _holds_attention(producer):
         return _opaque(graph, node, producer, inputs)
     kind = KINDS.get(name, "other")

@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node
 
 from attnrewrite.patterns.graph import Kind
+from attnrewrite.patterns.quantised import UNQUANTISED
 
 MOVES = frozenset((
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "numpy_T", "unsqueeze", "squeeze", "expand",
@@ -70,7 +71,7 @@ WHOLE_ATTENTION = {
 # libraries of operators that round to integers or compute on them
 _ON_INTEGERS = frozenset(("quantized", "quantized_decomposed", "torchao"))
 # what to give in place of a model that computes on integers
-UNQUANTISED = "give the model before quantization, or, where its scales are fixed, what torch.onnx.export writes of it"
+UNQUANTISED_PROGRAM = f"{UNQUANTISED}, or, where its scales are fixed, what torch.onnx.export writes of it"
 # ask an operand for its shape and type alone
 FACTORIES = frozenset((
     "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",

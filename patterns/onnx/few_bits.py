@@ -79,8 +79,7 @@ def _laid_out(writer: Writer, blocks: ir.Value, rows: int, columns: int, length:
 
 def _product(writer: Writer, node: ir.Node, weight: ir.Value, setting: Setting) -> ir.Value:
     tokens = node.inputs[0]
-    assert tokens is not None
-    kind = setting.sizes.dtype[str(tokens.name)]
+    kind = setting.dtype(tokens)
     if kind != ir.DataType.FLOAT:
         weight = writer.one("Cast", [weight], "narrow", to=int(kind))
     return writer.one("MatMul", [tokens, weight], "product")

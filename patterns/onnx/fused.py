@@ -161,9 +161,8 @@ def _fused_matmul(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value:
     alpha = number(node, "alpha")
     if alpha in (None, 1.0):
         return product
-    return writer.one(
-        "Mul", [product, writer.constant(np.array(alpha, setting.dtype(node.inputs[0])), "alpha")], "scaled"
-    )
+    factor = np.array(alpha, setting.dtype(node.inputs[0]).numpy())
+    return writer.one("Mul", [product, writer.constant(factor, "alpha")], "scaled")
 
 
 def _bias_gelu(writer: Writer, node: ir.Node, setting: Setting) -> ir.Value:

@@ -7,7 +7,7 @@ from typing import Protocol
 import onnx_ir as ir
 
 from attnrewrite.patterns.graph import GraphView, Kind, Operation
-from attnrewrite.patterns.onnx.operators import BINARY, MOVED, QUANTISED, SHAPE_ONLY, SIMPLE, UNQUANTISED
+from attnrewrite.patterns.onnx.operators import BINARY, MOVED, QUANTISED, SHAPE_ONLY, SIMPLE, UNQUANTISED_FILE
 from attnrewrite.patterns.onnx.prepare import Prepared
 from attnrewrite.patterns.onnx.recognise import normalised_by_hand
 from attnrewrite.patterns.onnx.sizes import PRIVATE
@@ -52,7 +52,7 @@ def normalise(graph: OnnxView, value: str, node: ir.Node) -> Operation:
         return _identity(graph, value, node, inputs)
     if kind == "map" and node.op_type in QUANTISED:
         units = all(graph.is_constant(unit) for unit in inputs[1:])
-        return Operation(value, kind, name, inputs[:1] if units else inputs, {"quantized": UNQUANTISED})
+        return Operation(value, kind, name, inputs[:1] if units else inputs, {"quantized": UNQUANTISED_FILE})
     if node.op_type == "Clip" and all(graph.is_constant(bound) for bound in inputs[1:]):
         return Operation(value, kind, name, inputs[:1])
     if kind == "map":
@@ -66,7 +66,7 @@ def normalise(graph: OnnxView, value: str, node: ir.Node) -> Operation:
         return Operation(value, kind, name, inputs[:1], {"axes": _reduced_axes(graph, node, inputs)})
     if kind == "pool":
         return Operation(value, kind, name, inputs[:1])
-    return Operation(value, kind, name, inputs, {"quantized": UNQUANTISED} if node.op_type in QUANTISED else {})
+    return Operation(value, kind, name, inputs, {"quantized": UNQUANTISED_FILE} if node.op_type in QUANTISED else {})
 
 
 def _identity(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
@@ -191,7 +191,7 @@ def _stored_tensor(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str
 def _rounded_by_its_range(graph: OnnxView, value: str, node: ir.Node, inputs: tuple[str, ...]) -> Operation:
     """Integers, each of one element; their scale and their zero point are of all."""
     kind: Kind = "map" if value == node.outputs[0].name else "other"
-    return Operation(value, kind, node.op_type, inputs, {"quantized": UNQUANTISED})
+    return Operation(value, kind, node.op_type, inputs, {"quantized": UNQUANTISED_FILE})
 
 
 _SPECIAL = {

@@ -2,6 +2,7 @@
 
 from attnrewrite.errors import Refusal
 from attnrewrite.patterns.graph import Kind
+from attnrewrite.patterns.quantised import UNQUANTISED
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -77,11 +78,11 @@ QUANTISED = FEW_BITS | frozenset(
     + _words("QGemm DynamicQuantizeMatMul MatMulIntegerToFloat QLinearAdd QLinearMul QLinearSigmoid")
 )
 # what to give in place of a model whose attention computes on integers
-UNQUANTISED = "give the model before quantization, or in QDQ form (onnxruntime's QuantFormat.QDQ)"
+UNQUANTISED_FILE = f"{UNQUANTISED}, or in QDQ form (onnxruntime's QuantFormat.QDQ)"
 _DRAWS = frozenset(_words("Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"))
 # onnxruntime's blocked layout: what a value holds depends on the vectors of the processor that it was written for
 _BLOCKED = "com.microsoft.nchwc"
-UNBLOCKED = (
+_UNBLOCKED = (
     "onnxruntime laid it out for one processor; give the model before it was optimised, or saved at ORT_ENABLE_EXTENDED"
 )
 SHAPE_ONLY = frozenset(_words("Shape Size EyeLike"))  # they read their operand's size, not its elements
@@ -99,7 +100,7 @@ SIMPLE: dict[str, tuple[Kind, str]] = {
 def unreadable(domain: str, operator: str) -> Refusal | None:
     """Why an operator is not read in plain numbers, with the way out; None where nothing special is known of it."""
     if operator in QUANTISED:
-        return Refusal("quantized", f"it computes on integers; {UNQUANTISED}")
+        return Refusal("quantized", f"it computes on integers; {UNQUANTISED_FILE}")
     if operator in _DRAWS:
         return Refusal("unsupported-operator", "it draws random numbers; export the model with these as an input")
-    return Refusal("unsupported-operator", UNBLOCKED) if domain == _BLOCKED else None
+    return Refusal("unsupported-operator", _UNBLOCKED) if domain == _BLOCKED else None

@@ -10,7 +10,7 @@ from onnx_ir.passes.common import InlinePass
 from attnrewrite.errors import InputError, Refusal
 from attnrewrite.patterns.onnx.branches import take_branch
 from attnrewrite.patterns.onnx.fused import write_out
-from attnrewrite.patterns.onnx.operators import UNQUANTISED, unreadable
+from attnrewrite.patterns.onnx.operators import UNQUANTISED_FILE, unreadable
 from attnrewrite.patterns.onnx.sizes import PRIVATE, Size, Sizes, advance, input_sizes, reading, start
 from attnrewrite.site import NearMiss
 
@@ -126,7 +126,7 @@ def _unread(node: ir.Node, sizes: Sizes, refusal: Refusal | None) -> Iterator[Ne
     elif attends(node) and not _is_anchor(node):
         quantised = any(node.op_type.startswith(prefix) for prefix in _QUANTISED)
         if quantised:
-            yield _miss(node, Refusal("quantized", f"it computes on integers; {UNQUANTISED}"))
+            yield _miss(node, Refusal("quantized", f"it computes on integers; {UNQUANTISED_FILE}"))
         else:
             yield _miss(node, Refusal("unsupported-operator", "no rule writes it out in plain operators"))
     elif attends(node) and node.outputs[0].name not in sizes.size:

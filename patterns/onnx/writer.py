@@ -68,9 +68,9 @@ class Setting:
     def size(self, value: ir.Value) -> Size:
         return self.sizes.size[str(value.name)]
 
-    def dtype(self, value: ir.Value | None) -> np.dtype:
+    def dtype(self, value: ir.Value | None) -> ir.DataType:
         assert value is not None
-        return ir.DataType(self.sizes.dtype[str(value.name)]).numpy()
+        return ir.DataType(self.sizes.dtype[str(value.name)])
 
 
 def integer(node: ir.Node, name: str, default: int = 0) -> int:

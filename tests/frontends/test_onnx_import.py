@@ -374,7 +374,6 @@ OPERATORS = {
             y = Add(d, f)
         """,
     ),
-    "fused": (17, TOKENS, "y, m, i = com.microsoft.SkipLayerNormalization(x, x, bq, bk)"),
     "products that move their batch": (
         17,
         TOKENS,
@@ -384,6 +383,7 @@ OPERATORS = {
             y = com.microsoft.FusedMatMul<transBatchA=1, transA=1>(t, s)
         """,
     ),
+    "fused": (17, TOKENS, "y, m, i = com.microsoft.SkipLayerNormalization(x, x, bq, bk)"),
     "fused, alone": (17, TOKENS, "y = com.microsoft.SkipLayerNormalization(x, x, bq, bk)"),
     "fused activations": (
         17,
