@@ -118,7 +118,7 @@ class Segments:
         module's parameters where those are on. Nothing is stored.
         """
         held = self._held.get(index, {})
-        values = self._weights(needs) | self._kept(index) | held
+        values = self._weights(stop, needs) | self._kept(index) | held
         self._interpreter.env = values  # type: ignore[assignment]  # it looks up nodes alone
         asked = self._asked(stop, needs, held)
         for at in range(self.position, stop):
@@ -169,10 +169,11 @@ class Segments:
         self._store.put(index, tensors)
         self._rest[index] = rest
 
-    def _weights(self, needs: frozenset[Node | Attended]) -> Values:
-        """What get_attr nodes before the position read, where it is still asked for."""
-        before = (node for node in self.nodes[: self.position] if node.op == "get_attr")
-        return {n: self.weight(n) for n in before if self.cuts.last_use[n] >= self.position or n in needs}
+    def _weights(self, stop: int, needs: frozenset[Node | Attended]) -> Values:
+        """What get_attr nodes before the position read, of which the nodes from here to `stop` are made, or `needs`."""
+        read = {operand for node in self.nodes[self.position : stop] for operand in node.all_input_nodes} | needs
+        weights = [node for node in read if isinstance(node, Node) and node.op == "get_attr"]
+        return {node: self.weight(node) for node in weights if self.order[node] < self.position}
 
     def _kept(self, index: int) -> Values:
         if index not in self._rest:  # before the first piece: the pictures are read, not stored
