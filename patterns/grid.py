@@ -6,7 +6,7 @@ import numpy as np
 
 from attnrewrite.patterns.graph import GraphView, Operation
 from attnrewrite.patterns.provenance import FILL, Crossed, Provenance, Tracer, mixed_radix
-from attnrewrite.patterns.relations import ancestors
+from attnrewrite.patterns.relations import ancestors, earlier_of
 from attnrewrite.site import Grid, Projection
 
 _MOST_PREFIX_TOKENS = 32
@@ -25,8 +25,20 @@ def find_grid(graph: GraphView, strict: Tracer, query: Projection | None, tokens
         if operation.kind in ("conv", "pool") and len(shape) == 4:
             prefix = tokens - shape[2] * shape[3]
             if _stand_before(graph, found, tokens, prefix):
-                return Grid(shape[2], shape[3], prefix)
+                moved = _in_other_order(graph, query, value, tokens, prefix)
+                return None if moved else Grid(shape[2], shape[3], prefix)
     return _patch_grid(graph, tokens, found) or _merged_grid(graph, query, tokens, found)
+
+
+def _in_other_order(graph: GraphView, query: Projection, source: str, tokens: int, prefix: int) -> bool:
+    """Whether the tokens behind the first `prefix` are known to be other pixels of a map `source` [B, C, rows, columns]
+    than its own row by row. Where they cannot be followed so far back, nothing is known.
+    """
+    assert query.input is not None
+    behind = Tracer(graph, partial(_same_token, graph)).trace(query.input.value)
+    if source not in behind.sources:
+        return False
+    return bool((np.diff(_first_channel(behind, query, tokens)[prefix:]) != 1).any())
 
 
 def _patch_grid(graph: GraphView, tokens: int, found: tuple[str, ...]) -> Grid | None:
@@ -115,17 +127,22 @@ def _window_grid(graph: GraphView, strict: Tracer, query: Projection, tokens: in
 
 def _rows_of_a_window(tracer: Tracer, query: Projection, tokens: int) -> Grid | None:
     assert query.input is not None
-    layout = query.input.layout
-    index = tracer.trace(query.input.value).index
-    order = (*layout.batch, *layout.heads, *layout.tokens, *layout.channels)
-    first = index.reshape([size if size != -1 else -1 for size in layout.split]).transpose(order)
-    line = first.reshape(-1, tokens, first.shape[-1])[0, :, 0]
+    line = _first_channel(tracer.trace(query.input.value), query, tokens)
     if (line == FILL).any():
         return None
     digits = mixed_radix(line - line[0])
     if digits is None or len(digits) != 2 or np.prod([size for size, _ in digits]) != tokens:
         return None
     return Grid(digits[0][0], digits[1][0])
+
+
+def _first_channel(behind: Provenance, query: Projection, tokens: int) -> np.ndarray:
+    """Where the first channel of each token that `query` is projected from comes from, in the first window."""
+    assert query.input is not None
+    layout = query.input.layout
+    order = (*layout.batch, *layout.heads, *layout.tokens, *layout.channels)
+    first = behind.index.reshape(layout.split).transpose(order)
+    return first.reshape(-1, tokens, first.shape[-1])[0, :, 0]
 
 
 def _in_place(graph: GraphView, operation: Operation) -> Crossed | None:
@@ -141,16 +158,18 @@ def _in_place(graph: GraphView, operation: Operation) -> Crossed | None:
 
 
 def _same_token(graph: GraphView, operation: Operation) -> Crossed | None:
-    """Back through what leaves each token in its place: what leaves each element there, and residual sums, where one
-    operand is made from the other.
+    """Back through what leaves each token in its place: what leaves each element there, functions of one element, and
+    residual sums, where one operand is made from the other.
     """
     if (crossed := _in_place(graph, operation)) is not None:
         return crossed
     live = [operand for operand in operation.inputs if not graph.is_constant(operand)]
-    if operation.name != "add" or len({graph.shape(operand) for operand in live}) != 1:
+    if len({graph.shape(value) for value in (operation.value, *live)}) != 1:
         return None
-    kept = [one for one in live if all(one in ancestors(graph, other) for other in live)]
-    return Crossed(kept[0]) if kept else None
+    if operation.kind == "map" and len(live) == 1:
+        return Crossed(live[0])
+    kept = earlier_of(graph, *live) if operation.name == "add" and len(live) == 2 else None
+    return None if kept is None else Crossed(kept)
 
 
 def _before_rounding(graph: GraphView, operation: Operation) -> Crossed | None:

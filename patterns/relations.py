@@ -1,6 +1,8 @@
 """How values of a graph relate: which are computed from which, and what lies between a projection and its product."""
 
 import itertools
+from collections import deque
+from collections.abc import Iterator
 
 from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.provenance import Tracer
@@ -8,20 +10,35 @@ from attnrewrite.patterns.provenance import Tracer
 
 def ancestors(graph: GraphView, value: str, stop: frozenset[str] = frozenset()) -> dict[str, None]:
     """The values that `value` is computed from, nearest first, itself included; kinds in `stop` end the walk."""
-    found: dict[str, None] = {value: None}
-    frontier = [value]
-    while frontier:
-        following = []
-        for current in frontier:
-            operation = graph.operation(current)
-            if operation.kind in stop and current != value:
-                continue
-            for operand in operation.inputs:
-                if operand not in found and not graph.is_constant(operand):
-                    found[operand] = None
-                    following.append(operand)
-        frontier = following
-    return found
+    return dict.fromkeys(walk_back(graph, value, stop))
+
+
+def walk_back(graph: GraphView, value: str, stop: frozenset[str] = frozenset()) -> Iterator[str]:
+    """The `ancestors` of a value one by one, as far as they are asked for."""
+    found = {value}
+    ahead = deque([value])
+    while ahead:
+        current = ahead.popleft()
+        yield current
+        operation = graph.operation(current)
+        if operation.kind in stop and current != value:
+            continue
+        for operand in operation.inputs:
+            if operand not in found and not graph.is_constant(operand):
+                found.add(operand)
+                ahead.append(operand)
+
+
+def earlier_of(graph: GraphView, one: str, other: str) -> str | None:
+    """Which of two values the other is made from; None where neither is. Both are walked back from side by side, as
+    one of them may have the whole graph behind it.
+    """
+    for behind_one, behind_other in itertools.zip_longest(walk_back(graph, one), walk_back(graph, other)):
+        if behind_one == other:
+            return other
+        if behind_other == one:
+            return one
+    return None
 
 
 _ATTENTION = frozenset({"matmul", "sdpa", "softmax"})

@@ -1,6 +1,9 @@
-"""Tokens that are an image: of a stage whose one window is the whole map, and of patches taken once for many layers."""
+"""Tokens that are an image: the pixels of a map in their order, a stage whose one window is the whole map, patches that
+are taken once for many layers.
+"""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +101,63 @@ def test_patches_that_a_linear_layer_embeds_are_a_grid(case: str) -> None:
     cut, token, expected = CUTS[case]
     sites = explain(Cut(cut, token).eval(), (torch.randn(2, 3, 12, 16),))
     assert [site.grid for site in sites] == [expected] * 2
+
+
+class Ordered(nn.Module):
+    """[B, 3, 12, 16] -> the pixels of a map [B, 8, 4, 8] as tokens in an `order`, behind a `token` or none, through
+    two layers.
+    """
+
+    def __init__(self, order: Callable[[Tensor], Tensor], token: bool) -> None:
+        super().__init__()
+        self.order, self.token = order, nn.Parameter(torch.randn(1, 1, 8)) if token else None
+        self.stem, self.place = nn.Conv2d(3, 8, (3, 2), (3, 2)), nn.Parameter(torch.randn(32, 8))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=each) for each in (True, False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.order(self.stem(x).relu()) + self.place
+        if self.token is not None:
+            x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+SHUFFLED = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+ORDERS: dict[str, tuple[Callable[[Tensor], Tensor], bool, Grid | None]] = {
+    "row by row": (lambda x: x.flatten(2).mT, False, Grid(4, 8)),
+    "row by row, after a token": (lambda x: x.permute(0, 2, 3, 1).reshape(-1, 32, 8), True, Grid(4, 8, 1)),
+    "columns before rows": (lambda x: x.mT.flatten(2).mT, False, None),
+    "every other row backwards": (
+        lambda x: torch.stack([x[:, :, ::2], x[:, :, 1::2].flip(3)], 3).flatten(2).mT,
+        True,
+        None,
+    ),
+    "square by square": (
+        lambda x: x.view(-1, 8, 2, 2, 4, 2).permute(0, 2, 4, 3, 5, 1).reshape(-1, 32, 8),
+        True,
+        None,
+    ),
+    "shuffled": (lambda x: x.flatten(2).mT[:, SHUFFLED], False, None),
+    "channels among pixels": (lambda x: x.reshape(-1, 32, 8), False, None),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_pixels_of_a_map_are_a_grid_row_by_row_alone(case: str) -> None:
+    order, token, expected = ORDERS[case]
+    sites = explain(Ordered(order, token).eval(), (torch.randn(2, 3, 12, 16),))
+    assert [site.grid for site in sites] == [expected] * 2
+
+
+@pytest.mark.parametrize("case", ["row by row, after a token", "square by square"])
+def test_the_order_of_pixels_is_seen_in_a_file(case: str, tmp_path: Path) -> None:
+    order, token, expected = ORDERS[case]
+    model, images = Ordered(order, token).eval(), torch.randn(2, 3, 12, 16)
+    torch.onnx.export(model, (images,), tmp_path / "model.onnx", dynamo=False)
+    assert [site.grid for site in explain(tmp_path / "model.onnx").sites] == [expected] * 2
 
 
 class Joined(nn.Module):
