@@ -193,8 +193,8 @@ class Tracer:
             return numbers.reshape(shape)
         if numbers.shape == shape:
             return numbers
-        if numbers.ndim == len(shape) and numbers.shape[:2] == shape[:2] and operation.kind != "map":
-            for axis in range(2, len(shape)):
+        if numbers.ndim == len(shape) and operation.kind != "map":
+            for axis in range(len(shape)):  # files that were optimised resize pictures that lie channels last, too
                 steps = np.arange(shape[axis]) * numbers.shape[axis] // max(shape[axis], 1)
                 numbers = np.take(numbers, steps, axis=axis)
             return numbers

@@ -155,6 +155,16 @@ OPERATORS = {
             y = Resize<mode="cubic", cubic_coeff_a=-0.75>(b, , half)
         """,
     ),
+    "resize, channels last": (
+        17,
+        IMAGE,
+        """
+            last = Transpose<perm=[0, 2, 3, 1]>(x)
+            twofold = Constant<value_floats=[1.0, 2.0, 2.0, 1.0]>()
+            a = Resize<mode="linear">(last, , twofold)
+            y = Resize<mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor">(a, , twofold)
+        """,
+    ),
     "reductions": (
         18,
         IMAGE,

@@ -153,24 +153,35 @@ def _group_norm(call: Call) -> Node:
 
 
 def _resize(call: Call) -> Node:
-    """Interpolation to the known size of the result."""
+    """Interpolation to the known size of the result, of pictures that lie channels first, or last: onnxruntime moves
+    transpositions past it.
+    """
+    sizes = call.shape(0), call.result()
+    if sizes[0][1:2] == sizes[1][1:2] or sizes[0][-1] != sizes[1][-1]:
+        return _interpolated(call, call.operand(0), *sizes)
+    before, after = ((size[0], size[-1], *size[1:-1]) for size in sizes)
+    pictures = call.emit(torch.movedim, call.operand(0), -1, 1)
+    return call.emit(torch.movedim, _interpolated(call, pictures, before, after), 1, -1)
+
+
+def _interpolated(call: Call, pictures: Node | None, before: tuple[int, ...], after: tuple[int, ...]) -> Node:
     mode = call.attribute("mode", "nearest")
-    spatial, rank = list(call.result()[2:]), len(call.shape(0))
+    spatial, rank = list(after[2:]), len(before)
     modes = {"nearest": "nearest", "linear": {3: "linear", 4: "bilinear", 5: "trilinear"}.get(rank), "cubic": "bicubic"}
     how = call.attribute("coordinate_transformation_mode", "half_pixel")
-    if modes.get(mode) is None or call.result()[:2] != call.shape(0)[:2] or call.attribute("antialias", 0):
+    if modes.get(mode) is None or after[:2] != before[:2] or call.attribute("antialias", 0):
         raise call.unsupported(f"mode {mode} over {rank} axes")
     if mode == "nearest":
         floors = call.attribute("nearest_mode", "round_prefer_floor") == "floor" and how == "asymmetric"
-        whole = all(new % old == 0 for new, old in zip(spatial, call.shape(0)[2:], strict=True))
+        whole = all(new % old == 0 for new, old in zip(spatial, before[2:], strict=True))
         if not floors and not whole:
             raise call.unsupported(f"nearest with coordinates {how}")
-        return call.emit(F.interpolate, call.operand(0), spatial, mode="nearest")
+        return call.emit(F.interpolate, pictures, spatial, mode="nearest")
     if how not in ("half_pixel", "pytorch_half_pixel", "align_corners"):
         raise call.unsupported(f"coordinates {how}")
     if mode == "cubic" and abs(call.attribute("cubic_coeff_a", -0.75) + 0.75) > 1e-6:
         raise call.unsupported("another cubic kernel than torch's")
-    return call.emit(F.interpolate, call.operand(0), spatial, mode=modes[mode], align_corners=how == "align_corners")
+    return call.emit(F.interpolate, pictures, spatial, mode=modes[mode], align_corners=how == "align_corners")
 
 
 def _grid_sample(call: Call) -> Node:

@@ -118,6 +118,41 @@ def test_tokens_may_be_any_output_of_a_fused_norm(tokens: str) -> None:
     assert [graph.shape(name) for name in ("n", "m", "i", "s")] == [(2, 10, 16), (2, 10, 1), (2, 10, 1), (2, 10, 16)]
 
 
+def test_projections_are_followed_through_a_picture_that_is_resized_channels_last() -> None:
+    """As files have it that onnxruntime optimised."""
+    resized = """
+      {0}1 = MatMul(x, w{0})
+      {0}2 = Reshape({0}1, picture)
+      {0}3 = Resize<mode="nearest">({0}2, , twofold)
+      {0}4 = Reshape({0}3, split)
+    """
+    body = f"""
+      picture = Constant<value_ints=[0, 2, 5, 16]>()
+      twofold = Constant<value_floats=[1.0, 2.0, 2.0, 1.0]>()
+      split = Constant<value_ints=[0, 40, 2, 8]>()
+      q1 = MatMul(x, wq)
+      q2 = Reshape(q1, heads0)
+      {resized.format("k")}
+      {resized.format("v")}
+      q = Transpose<perm=[0, 2, 1, 3]>(q2)
+      k = Transpose<perm=[0, 2, 3, 1]>(k4)
+      v = Transpose<perm=[0, 2, 1, 3]>(v4)
+      s1 = MatMul(q, k)
+      s2 = Mul(s1, scale0)
+      p = Softmax(s2)
+      o1 = MatMul(p, v)
+      o2 = Transpose<perm=[0, 2, 1, 3]>(o1)
+      o3 = Reshape(o2, joined0)
+      y = MatMul(o3, wo)
+    """
+    graph, found = find(ir.serde.deserialize_model(proto(body, 17)))
+    (site,) = found.sites
+    assert (site.n_queries, site.n_keys, site.heads, site.core_reason) == (10, 40, 2, None)
+    for role, projection in zip("qkv", site.projections, strict=True):
+        assert isinstance(projection, Projection), projection
+        np.testing.assert_array_equal(projection_weights(graph, projection)[0], weights()[f"w{role}"].T)
+
+
 @pytest.mark.parametrize(("chosen", "dropped"), [("mask, s2, low", False), ("mask, low, s2", True)])
 def test_a_mask_written_over_the_scores_joins_them(chosen: str, dropped: bool) -> None:
     opset, body = SPELLINGS["plain"]
