@@ -6,7 +6,7 @@ import numpy as np
 
 from attnrewrite.patterns.graph import GraphView, Operation
 from attnrewrite.patterns.provenance import FILL, Crossed, Provenance, Tracer, mixed_radix
-from attnrewrite.patterns.relations import ancestors, earlier_of
+from attnrewrite.patterns.relations import ancestors, batch_size, earlier_of
 from attnrewrite.site import Grid, Projection
 
 _MOST_PREFIX_TOKENS = 32
@@ -43,26 +43,27 @@ def _in_other_order(graph: GraphView, query: Projection, source: str, tokens: in
 
 def _patch_grid(graph: GraphView, tokens: int, found: tuple[str, ...]) -> Grid | None:
     """The rows and columns of the patches that a picture is cut into, of whose pixels a linear layer makes tokens."""
-    tracer = Tracer(graph, partial(_in_place, graph))
+    tracer, images = Tracer(graph, partial(_in_place, graph)), batch_size(graph)
     for value in reversed(found):  # a picture's own layer is the farthest
         operation, shape = graph.operation(value), graph.shape(value)
-        if operation.kind != "linear" or len(shape) < 2:
+        if operation.kind != "linear" or len(shape) < 2 or (len(shape) == 2 and shape[0] % images):
             continue
-        if _stand_before(graph, found, tokens, prefix := tokens - shape[-2]):
-            size = _patches(graph, tracer.trace(operation.inputs[0]))
+        rows = shape[-2] if len(shape) > 2 else shape[0] // images  # Gemm takes those of all images
+        if _stand_before(graph, found, tokens, prefix := tokens - rows):
+            size = _patches(graph, tracer.trace(operation.inputs[0]), rows)
             if size is not None:
                 return Grid(*size, prefix)
     return None
 
 
-def _patches(graph: GraphView, pixels: Provenance) -> tuple[int, int] | None:
-    """How many rows and columns of patches [..., patches, pixels] are, which lie at regular distances along two axes
-    of a picture's that are side by side. A pixel amidst them tells: those at their edges may be padding.
+def _patches(graph: GraphView, pixels: Provenance, patches: int) -> tuple[int, int] | None:
+    """How many rows and columns are so many `patches` [..., pixels] of a picture, which lie at regular distances along
+    two axes of it that are side by side. A pixel amidst them tells: those at their edges may be padding.
     """
     shape, index = graph.shape(pixels.sources[0]), pixels.index
     if len(pixels.sources) > 1 or len(shape) != 4 or index.ndim < 2:
         return None
-    amidst = index.reshape(-1, *index.shape[-2:])[0, :, index.shape[-1] // 2]
+    amidst = index.reshape(-1, patches, index.shape[-1])[0, :, index.shape[-1] // 2]
     distances = None if (amidst == FILL).any() else mixed_radix(amidst - amidst[0])
     if distances is None or len(distances) != 2:
         return None

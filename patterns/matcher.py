@@ -15,7 +15,15 @@ from attnrewrite.patterns.products import Products, fused_products, loose_expone
 from attnrewrite.patterns.projections import Tracers, trace_output, trace_projection
 from attnrewrite.patterns.provenance import Tracer, layout_of, numbered, push
 from attnrewrite.patterns.quantised import quantised_around
-from attnrewrite.patterns.relations import ancestors, common_scope, is_cross, region, uses_norm, uses_rotation
+from attnrewrite.patterns.relations import (
+    ancestors,
+    batch_size,
+    common_scope,
+    is_cross,
+    region,
+    uses_norm,
+    uses_rotation,
+)
 from attnrewrite.patterns.scores import Joined
 from attnrewrite.patterns.weights import fingerprint
 from attnrewrite.site import Anchor, AttentionSite, Bias, Core, Layout, NearMiss, Operand, Projection, Scan, Term
@@ -170,9 +178,7 @@ def _anchor(operation: Operation) -> Anchor:
 
 
 def _windows(graph: GraphView, lead_axes: LeadAxes) -> int:
-    inputs = [graph.shape(value) for value in graph.values if graph.operation(value).kind == "input"]
-    batch = inputs[0][0] if inputs and inputs[0] else 1
-    return max(lead_axes.batch // batch, 1)
+    return max(lead_axes.batch // batch_size(graph), 1)
 
 
 def _tokens_behind(graph: GraphView, layout: Tracer, side: Side) -> str:

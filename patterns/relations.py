@@ -8,6 +8,12 @@ from attnrewrite.patterns.graph import GraphView
 from attnrewrite.patterns.provenance import Tracer
 
 
+def batch_size(graph: GraphView) -> int:
+    """How many images a graph is read with: those of its first input."""
+    inputs = [graph.shape(value) for value in graph.values if graph.operation(value).kind == "input"]
+    return inputs[0][0] if inputs and inputs[0] else 1
+
+
 def ancestors(graph: GraphView, value: str, stop: frozenset[str] = frozenset()) -> dict[str, None]:
     """The values that `value` is computed from, nearest first, itself included; kinds in `stop` end the walk."""
     return dict.fromkeys(walk_back(graph, value, stop))

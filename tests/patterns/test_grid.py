@@ -5,6 +5,7 @@ are taken once for many layers.
 from collections.abc import Callable
 from pathlib import Path
 
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -158,6 +159,18 @@ def test_the_order_of_pixels_is_seen_in_a_file(case: str, tmp_path: Path) -> Non
     model, images = Ordered(order, token).eval(), torch.randn(2, 3, 12, 16)
     torch.onnx.export(model, (images,), tmp_path / "model.onnx", dynamo=False)
     assert [site.grid for site in explain(tmp_path / "model.onnx").sites] == [expected] * 2
+
+
+@pytest.mark.parametrize("case", ["patches", "after a token", "columns before rows"])
+def test_patches_are_seen_in_a_file_that_onnxruntime_optimised(case: str, tmp_path: Path) -> None:
+    """Their layer is a Gemm there, which takes the patches of all images as rows."""
+    cut, token, expected = CUTS[case]
+    torch.onnx.export(Cut(cut, token).eval(), (torch.randn(2, 3, 12, 16),), tmp_path / "model.onnx", dynamo=False)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
+    assert [site.grid for site in explain(tmp_path / "optimised.onnx").sites] == [expected] * 2
 
 
 class Joined(nn.Module):
