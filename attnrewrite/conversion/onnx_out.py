@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.errors import CheckFailedError, InputError, first_line
-from attnrewrite.frontends.onnx.compared import TOLERANCE, difference, half_of, run_file
+from attnrewrite.frontends.onnx.compared import TOLERANCE, beyond_rounding, half_of, run_file
 from attnrewrite.frontends.onnx.file import open_sizes
 from attnrewrite.passes.in_batches import with_images
 from attnrewrite.passes.onnx.rewrite import OnnxRewrite
@@ -51,11 +51,11 @@ def write_file(
     if refused:
         raise CheckFailedError(f"{source}: onnx refuses the rewritten model: {refused}")
     given = _of_its_batch(model, inputs)
-    with torch.no_grad():
-        off = difference(OnnxGraph(result, open_sizes(model, size)).source, module, given)
     half = half_of(result)  # the least that a form divides by follows the type, and is written down as a number
     allowed = TOLERANCE if half is None else HALF_STEPS * torch.finfo(half).eps
-    if not off <= allowed:
+    with torch.no_grad():
+        off = beyond_rounding(OnnxGraph(result, open_sizes(model, size)).source, module, given, allowed)
+    if off:
         raise CheckFailedError(
             f"{source}: the rewritten model differs from the torch module by {off:.2e} (allowed {allowed:.0e}); "
             "nothing was written"

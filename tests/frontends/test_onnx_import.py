@@ -616,7 +616,7 @@ def test_little_differences_are_looked_at_on_other_inputs(
     errors: list[float], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, found = OnnxGraph(spelled("plain")), iter([*errors, *[0.0] * 3])
-    monkeypatch.setattr("attnrewrite.frontends.onnx.importer.difference", lambda *_: next(found))
+    monkeypatch.setattr("attnrewrite.frontends.onnx.compared.difference", lambda *_: next(found))
     with nullcontext() if taken else pytest.raises(CheckFailedError, match=f"by {errors[0]:.2e}"):
         import_graph(graph)
 

@@ -23,6 +23,7 @@ from attnrewrite.patterns.onnx.recognise import attribute_name
 TOLERANCE = 1e-4
 # times what rounding loses in a module it may lose in onnxruntime: by hand, ill-conditioned, up to 2, and once 103
 TIMES = 8
+LITTLE = 1e-2  # a larger difference is no rounding
 _HALF = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
 _ACCURACY = "accuracy_level"  # of MatMulNBits: 4 for products of bytes
 _ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear")
@@ -91,6 +92,14 @@ def allowed_difference(model: ir.Model) -> float:
     """TOLERANCE; HALF_STEPS of half precision, where weights of few bits are rounded to it, as onnxruntime does not."""
     half = half_of(model) if any(node.op_type in FEW_BITS for node in model.graph) else None
     return TOLERANCE if half is None else HALF_STEPS * torch.finfo(half).eps
+
+
+def beyond_rounding(model: ir.Model, module: nn.Module, inputs: tuple[Tensor, ...], allowed: float) -> float:
+    """The `difference`, where that is more than is `allowed` and than rounding explains; else 0."""
+    error = difference(model, module, inputs)
+    if allowed < error <= LITTLE and isinstance(module, GraphModule):
+        allowed = explained(model, module, inputs)
+    return 0.0 if error <= allowed else error
 
 
 def explained(model: ir.Model, module: GraphModule, inputs: tuple[Tensor, ...]) -> float:

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from attnrewrite.errors import CheckFailedError, InputError, first_line
 from attnrewrite.frontends.onnx.arithmetic import OPERATORS
 from attnrewrite.frontends.onnx.call import Call, Translation, torch_dtype
-from attnrewrite.frontends.onnx.compared import allowed_difference, difference, explained, run
+from attnrewrite.frontends.onnx.compared import LITTLE, allowed_difference, beyond_rounding, run
 from attnrewrite.frontends.onnx.layers import LAYERS
 from attnrewrite.frontends.onnx.movement import MOVES
 from attnrewrite.frontends.onnx.quantised import INTEGERS
@@ -31,7 +31,6 @@ from attnrewrite.patterns.onnx.sizes import reading, real_inputs
 
 # Whole numbers that name no row of a table, tried until the model has an answer: any; a mask's; one's that keeps all.
 NUMBERS = range(128), range(2), range(1, 2)
-LITTLE = 1e-2  # a larger difference is no rounding
 FURTHER = range(1, 3)  # the seeds of more inputs, for an import that is off by LITTLE or less on the first
 
 TRANSLATIONS: Mapping[str, Translation] = OPERATORS | MOVES | LAYERS | ROUNDINGS
@@ -85,14 +84,10 @@ def _compared(graph: OnnxGraph, module: GraphModule, numbers: range, batch: int 
 def _beyond_rounding(graph: OnnxGraph, module: GraphModule, inputs: tuple[Tensor, ...]) -> float:
     """How far the module is from onnxruntime, where that is more than is allowed and than rounding explains; else 0."""
     try:
-        error = difference(graph.source, module, inputs)
+        return beyond_rounding(graph.source, module, inputs, allowed_difference(graph.source))
     except (RuntimeError, IndexError) as fault:  # what torch raises where the module does not take them
         told = f"the imported model does not take a batch of {len(inputs[0])} ({first_line(fault)})"
         raise CheckFailedError(f"{told}; please report it") from fault
-    allowed = allowed_difference(graph.source)
-    if error <= allowed or (error <= LITTLE and error <= explained(graph.source, module, inputs)):
-        return 0.0
-    return error
 
 
 def _require_numbers(model: ir.Model) -> None:
