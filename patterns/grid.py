@@ -25,23 +25,23 @@ def find_grid(graph: GraphView, strict: Tracer, query: Projection | None, tokens
         if operation.kind in ("conv", "pool") and len(shape) == 4:
             prefix = tokens - shape[2] * shape[3]
             if _stand_before(graph, found, tokens, prefix):
-                moved = _in_other_order(graph, query, value, tokens, prefix)
+                moved = _in_other_order(graph, query, value, 1, tokens, prefix)
                 return None if moved else Grid(shape[2], shape[3], prefix)
-    return _patch_grid(graph, tokens, found) or _merged_grid(graph, query, tokens, found)
+    return _patch_grid(graph, query, tokens, found) or _merged_grid(graph, query, tokens, found)
 
 
-def _in_other_order(graph: GraphView, query: Projection, source: str, tokens: int, prefix: int) -> bool:
-    """Whether the tokens behind the first `prefix` are known to be other pixels of a map `source` [B, C, rows, columns]
-    than its own row by row. Where they cannot be followed so far back, nothing is known.
+def _in_other_order(graph: GraphView, query: Projection, source: str, step: int, tokens: int, prefix: int) -> bool:
+    """Whether the tokens behind the first `prefix` are known not to be the pixels of a map or the patches `source`, one
+    after the other: their elements lie `step` apart there. Where they cannot be followed so far back, nothing is known.
     """
     assert query.input is not None
     behind = Tracer(graph, partial(_same_token, graph)).trace(query.input.value)
     if source not in behind.sources:
         return False
-    return bool((np.diff(_first_channel(behind, query, tokens)[prefix:]) != 1).any())
+    return bool((np.diff(_first_channel(behind, query, tokens)[prefix:]) != step).any())
 
 
-def _patch_grid(graph: GraphView, tokens: int, found: tuple[str, ...]) -> Grid | None:
+def _patch_grid(graph: GraphView, query: Projection, tokens: int, found: tuple[str, ...]) -> Grid | None:
     """The rows and columns of the patches that a picture is cut into, of whose pixels a linear layer makes tokens."""
     tracer, images = Tracer(graph, partial(_in_place, graph)), batch_size(graph)
     for value in reversed(found):  # a picture's own layer is the farthest
@@ -52,7 +52,8 @@ def _patch_grid(graph: GraphView, tokens: int, found: tuple[str, ...]) -> Grid |
         if _stand_before(graph, found, tokens, prefix := tokens - rows):
             size = _patches(graph, tracer.trace(operation.inputs[0]), rows)
             if size is not None:
-                return Grid(*size, prefix)
+                moved = _in_other_order(graph, query, value, shape[-1], tokens, prefix)
+                return None if moved else Grid(*size, prefix)
     return None
 
 

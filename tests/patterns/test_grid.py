@@ -52,17 +52,20 @@ def test_the_grid_of_a_stage_that_is_one_window(case: str) -> None:
 
 
 class Cut(nn.Module):
-    """Pictures [B, 3, 12, 16] -> tokens of patches of 3 x 2 by a linear layer, cut as `cut` says, after a `token`."""
+    """Pictures [B, 3, 12, 16] -> tokens of patches of 3 x 2 by a linear layer, cut as `cut` says, the last one first
+    where they are `turned`, after a `token`.
+    """
 
-    def __init__(self, cut: Callable[[Tensor], Tensor], token: bool) -> None:
+    def __init__(self, cut: Callable[[Tensor], Tensor], token: bool, turned: bool = False) -> None:
         super().__init__()
-        width = cut(torch.zeros(1, 3, 12, 16)).shape[-1]
+        width, self.turned = cut(torch.zeros(1, 3, 12, 16)).shape[-1], turned
         self.cut, self.token = cut, nn.Parameter(torch.randn(1, 1, 8)) if token else None
         self.norm, self.gain, self.embed = nn.LayerNorm(width), nn.Parameter(torch.ones(width)), nn.Linear(width, 8)
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(self.norm(self.cut(x)) * self.gain)
+        x = x.flip(1) if self.turned else x
         if self.token is not None:
             x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
         for layer in self.layers:
@@ -159,6 +162,12 @@ def test_the_order_of_pixels_is_seen_in_a_file(case: str, tmp_path: Path) -> Non
     model, images = Ordered(order, token).eval(), torch.randn(2, 3, 12, 16)
     torch.onnx.export(model, (images,), tmp_path / "model.onnx", dynamo=False)
     assert [site.grid for site in explain(tmp_path / "model.onnx").sites] == [expected] * 2
+
+
+@pytest.mark.parametrize("token", [False, True])
+def test_patches_are_no_grid_once_they_are_turned_around(token: bool) -> None:
+    sites = explain(Cut(CUTS["patches"][0], token, turned=True).eval(), (torch.randn(2, 3, 12, 16),)).sites
+    assert [site.grid for site in sites] == [None] * 2
 
 
 @pytest.mark.parametrize("case", ["patches", "after a token", "columns before rows"])
