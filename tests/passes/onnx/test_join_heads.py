@@ -8,7 +8,7 @@ import torch
 from head_loops import HEADS, JOINED, TOKENS, WIDTH, Loop
 
 import attnrewrite as ar
-from attnrewrite.frontends.onnx.importer import difference
+from attnrewrite.frontends.onnx.compared import difference
 from attnrewrite.patterns.onnx.files import read_model
 
 TOLERANCE = 1e-6

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.errors import InputError
-from attnrewrite.frontends.onnx.importer import difference
+from attnrewrite.frontends.onnx.compared import difference
 from attnrewrite.patterns.onnx.files import read_model
 
 WIDTH, HEADS, TOKENS = 8, 2, 6
