@@ -16,10 +16,10 @@ def batch_size(graph: GraphView) -> int:
 
 def ancestors(graph: GraphView, value: str, stop: frozenset[str] = frozenset()) -> dict[str, None]:
     """The values that `value` is computed from, nearest first, itself included; kinds in `stop` end the walk."""
-    return dict.fromkeys(walk_back(graph, value, stop))
+    return dict.fromkeys(_walk_back(graph, value, stop))
 
 
-def walk_back(graph: GraphView, value: str, stop: frozenset[str] = frozenset()) -> Iterator[str]:
+def _walk_back(graph: GraphView, value: str, stop: frozenset[str] = frozenset()) -> Iterator[str]:
     """The `ancestors` of a value one by one, as far as they are asked for."""
     found = {value}
     ahead = deque([value])
@@ -39,7 +39,7 @@ def earlier_of(graph: GraphView, one: str, other: str) -> str | None:
     """Which of two values the other is made from; None where neither is. Both are walked back from side by side, as
     one of them may have the whole graph behind it.
     """
-    for behind_one, behind_other in itertools.zip_longest(walk_back(graph, one), walk_back(graph, other)):
+    for behind_one, behind_other in itertools.zip_longest(_walk_back(graph, one), _walk_back(graph, other)):
         if behind_one == other:
             return other
         if behind_other == one:

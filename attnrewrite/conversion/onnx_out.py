@@ -31,7 +31,7 @@ def write_file(
     """Write the file at `source`, rewritten by `plan`, to `out`: checked by onnx, and against `module` in onnxruntime.
 
     Raises:
-        CheckFailedError: the rewritten file is not sound, or differs from `module`.
+        CheckFailedError: the rewritten file is not sound, or differs from `module` by more than rounding explains.
     """
     model = read_model(source)
     result, _ = OnnxRewrite(plan, open_sizes(model, size)).apply(model)
