@@ -4,11 +4,12 @@
         --calibrate train.npz --test test.npz [--rows "l1;masked"] [--closed-form "polynomial;masked:heads=1"] \\
         [--seeds 0,1,2] [--steps 200] [--floor] [--auto "published;all" --max-drop 0.5]
 
-Every form stands on every site; calibration sees no labels. Multiply-adds are those of attention, of softmax's.
-`--rows` go through all stages, `--closed-form` stop after the fit, which does not train the network. `--floor` adds the
-same model from weights drawn anew, distilled for as many steps. A seed draws the calibration images; the spread is the
-standard deviation over seeds. Rows of --auto are selections within --max-drop, fitted in closed form: how many sites
-were replaced, the whole model's multiply-adds as part of the original's, what was promised, what was lost.
+Every form stands on every site that it does not refuse, and rows say on how many; calibration sees no labels.
+Multiply-adds are those of attention there, of softmax's. `--rows` go through all stages, `--closed-form` stop after the
+fit, which does not train the network. `--floor` adds the same model from weights drawn anew, distilled for as many
+steps. A seed draws the calibration images; the spread is the standard deviation over seeds. Rows of --auto are
+selections within --max-drop, fitted in closed form: how many sites were replaced, the whole model's multiply-adds as
+part of the original's, what was promised, what was lost.
 Prints a markdown table, a row as soon as it is known, and the machine it was made on: a GPU, where there is one.
 """
 
@@ -46,6 +47,7 @@ from attnrewrite.patterns.matcher import scan
 from attnrewrite.plan import Placement, Plan
 from attnrewrite.request import Budget, Calibration, Execution
 from attnrewrite.selection.problem import Auto, requested
+from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant
 
@@ -68,22 +70,30 @@ class Bench:
     steps: int
     processes: Processes
 
-    def student(self, variant: Variant) -> GraphModule:
-        """The model with `variant` at every site that it does not refuse."""
-        found = scan(FxGraph(self.captured.module), self.source.name)
-        placements = (Placement.at(site, variant) for site in found.sites if variant.refuse(site) is None)
-        return FxRewrite(Plan(self.source.name, tuple(placements)))(self.captured.module)
+    @cached_property
+    def found(self) -> Sequence[AttentionSite]:
+        return scan(FxGraph(self.captured.module), self.source.name).sites
+
+    def sites(self, variant: Variant) -> list[AttentionSite]:
+        """Those that `variant` does not refuse."""
+        return [site for site in self.found if variant.refuse(site) is None]
+
+    def with_variant(self, variant: Variant, sites: Sequence[AttentionSite]) -> GraphModule:
+        """The model with `variant` at `sites`."""
+        placements = tuple(Placement.at(site, variant) for site in sites)
+        return FxRewrite(Plan(self.source.name, placements))(self.captured.module)
 
     def multiplies(self, variant: Variant) -> float:
         """The multiply-adds of attention, of softmax's, over the sites that `variant` does not refuse."""
-        sites = [s for s in scan(FxGraph(self.captured.module), self.source.name).sites if variant.refuse(s) is None]
+        sites = self.sites(variant)
         return sum(map(variant.multiplies, sites)) / sum(map(get_variant("softmax").multiplies, sites))
 
     def given(self, variant: Variant, seed: int) -> StageInput:
         images = self.calibration.sample(self.samples, seed)
         pool = Pool(images, self.source.preprocessing, self.source.input_size, self.captured.fixed_batch or 64)
-        teacher = self.student(get_variant("softmax"))
-        modules = self.captured.module, teacher, self.student(variant)
+        sites = self.sites(variant)
+        teacher, student = (self.with_variant(each, sites) for each in (get_variant("softmax"), variant))
+        modules = self.captured.module, teacher, student
         return StageInput(*modules, *split(pool), Execution(seed), processes=self.processes)
 
     @cached_property
@@ -169,7 +179,8 @@ def stage_rows(bench: Bench, rows: Mapping[str, Variant], stages: Sequence[Stage
         lost = [told([figures[0] for figures in stage]) for stage in found]
         agreement = statistics.mean(figures[1] for figures in found[-1])
         seconds = " + ".join(f"{statistics.mean(figures[2] for figures in stage):.0f}" for stage in found[1:])
-        cells = [row, f"{bench.multiplies(variant):.2f}", *lost, *blank, f"{agreement:.1f}", seconds]
+        sites = f"{len(bench.sites(variant))} of {len(bench.found)}"
+        cells = [row, sites, f"{bench.multiplies(variant):.2f}", *lost, *blank, f"{agreement:.1f}", seconds]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
@@ -178,7 +189,8 @@ def floor_row(bench: Bench, seeds: list[int]) -> None:
     agreement, seconds = (statistics.mean(figures[part] for figures in floor) for part in (1, 2))
     blank = " | ".join([""] * (len(STAGES) - 1))
     print(
-        f"| from scratch | 1 | {blank} | {told([f[0] for f in floor])} | {agreement:.1f} | {seconds:.0f} |", flush=True
+        f"| from scratch | none | 1 | {blank} | {told([f[0] for f in floor])} | {agreement:.1f} | {seconds:.0f} |",
+        flush=True,
     )
 
 
@@ -227,8 +239,8 @@ def main() -> None:
     processes = joined_processes()
     bench = Bench(source, captured, load_images(chosen.calibrate), test, chosen.samples, chosen.steps, processes)
     seeds = [int(seed) for seed in chosen.seeds.split(",")]
-    print(f"| variant | multiply-adds | {' | '.join(STAGES)} | agreement | seconds |", flush=True)
-    print(f"|{'-|' * (len(STAGES) + 4)}", flush=True)
+    print(f"| variant | sites | multiply-adds | {' | '.join(STAGES)} | agreement | seconds |", flush=True)
+    print(f"|{'-|' * (len(STAGES) + 5)}", flush=True)
     closed: tuple[Stage, ...] = (Copy(), Fit())
     stage_rows(bench, closed_form, closed, seeds)
     stage_rows(bench, rows, (*closed, Reconstruction(chosen.steps), Distillation(chosen.steps)), seeds)
