@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx_quantised import with_pairs
-from onnx_spellings import proto, spelled
+from onnx_spellings import SPELLINGS, proto, spelled
 
 from attnrewrite.errors import CheckFailedError, InputError
 from attnrewrite.frontends.onnx import left_out as leaving
@@ -112,6 +112,23 @@ def test_what_is_left_out_is_no_more_than_its_steps_explain(monkeypatch: pytest.
     assert left_out(OnnxGraph(spelled("plain")), example_inputs(graph)) is None
     monkeypatch.setattr(leaving, "MOST", 0.1)
     with pytest.raises(CheckFailedError, match=r"without the 5 roundings inside its attention .* before quantization"):
+        left_out(graph, example_inputs(graph))
+
+
+def test_an_answer_that_hardly_depends_on_its_attention_may_change_as_float32_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opset, body = SPELLINGS["plain"]
+    hardly = "o4 = Add(o3, bo)\n w = Constant<value_float=1e-6>()\n o5 = Mul(o4, w)\n y = Add(x, o5)"
+    body = body.replace("y = Add(o3, bo)", hardly)
+    graph = OnnxGraph(with_pairs(ir.serde.deserialize_model(proto(body, opset)), ["p"]))
+    monkeypatch.setattr(leaving, "MOST", 0.0)  # so that the steps explain nothing
+    found = left_out(graph, example_inputs(graph))
+    assert found is not None
+    assert found.roundings == 1
+    assert 0 < found.difference < leaving.ROUNDING
+    monkeypatch.setattr(leaving, "ROUNDING", 0.0)
+    with pytest.raises(CheckFailedError, match="without the 1 roundings inside its attention"):
         left_out(graph, example_inputs(graph))
 
 
