@@ -150,10 +150,6 @@ class Branch:
             y = read(y, self.site.output.layout).squeeze(1)
         return y.movedim(self.axis, -1)
 
-    def rows(self, y: Tensor) -> Tensor:
-        """The energy of each row of a value at `node`, in the order of `inputs`: [samples]."""
-        return self.outputs(y).square().sum(-1).flatten()
-
     def by_token(self, rows: Tensor) -> Tensor:
         """A number for each row of a site's map, as [batch, tokens]."""
         assert self.site is not None

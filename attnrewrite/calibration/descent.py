@@ -51,7 +51,8 @@ class Sample:
     give there.
 
     Query, key and value: tokens [B, N, C] where the site projects them itself, else heads [B, H, N, d]. `bias` is as
-    forms read it. wanted [B, N, outputs], and what it counts [B, N].
+    forms read it. wanted [B, N, outputs]; what its tokens count [B, N] and, where they are not all alike, its outputs
+    [outputs].
     """
 
     query: Tensor
@@ -61,6 +62,7 @@ class Sample:
     wanted: Tensor
     counts: Tensor
     per_image: int = 1
+    outputs: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -68,14 +70,16 @@ class Sample:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All but the bias, which several rows may share."""
+        """Those of each row: all but the bias, which several may share, and what the outputs count."""
         return self.query, self.key, self.value, self.wanted, self.counts
 
     def rows(self, which: Tensor | slice) -> "Sample":
         """Some of the rows. A bias of one row is shared by all."""
 
         def own(part: Tensor | None) -> Tensor | None:
-            return part if part is None or (part is self.bias and len(part) == 1) else part[which]
+            if part is None or part is self.outputs or (part is self.bias and len(part) == 1):
+                return part
+            return part[which]
 
         return self._mapped(own)
 
@@ -111,9 +115,16 @@ class Sample:
         return replace(self, **{name: changed[id(part)] for name, part in parts.items()})
 
 
-def sampled(site: SiteModule, tensors: Iterable[Tensor], wanted: Tensor, counts: Tensor, images: int) -> Sample:
+def sampled(
+    site: SiteModule,
+    tensors: Iterable[Tensor],
+    wanted: Tensor,
+    counts: Tensor,
+    images: int,
+    outputs: Tensor | None = None,
+) -> Sample:
     """What `site`, called with `tensors` of so many `images`, reads, beside what is wanted of it [B, N, outputs] and
-    what that counts.
+    what its tokens and outputs count.
     """
     given = dict(zip(site.values, tensors, strict=True))
     tokens = _projected_tokens(site, given)
@@ -125,7 +136,7 @@ def sampled(site: SiteModule, tensors: Iterable[Tensor], wanted: Tensor, counts:
         *heads, bias = site.attend_inputs(*given.values())
         both = [(tokens.get(role), own) for role, own in zip(ROLES, heads, strict=True)]
         query, key, value = (own if each is None or len(each) != len(own) else each for each, own in both)
-    return Sample(query, key, value, bias, wanted, counts, len(wanted) // images)
+    return Sample(query, key, value, bias, wanted, counts, len(wanted) // images, outputs)
 
 
 def _projected_tokens(site: SiteModule, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -339,4 +350,6 @@ def _error(site: SiteModule, sample: Sample, size: int) -> float:
 
 def _part(site: SiteModule, sample: Sample) -> Tensor:
     part = sample.widened()
-    return ((output(site, part) - part.wanted).square().sum(2) * part.counts).sum()
+    squares = (output(site, part) - part.wanted).square()
+    of_tokens = squares.sum(2) if part.outputs is None else squares @ part.outputs.to(squares.dtype)
+    return (of_tokens * part.counts).sum()

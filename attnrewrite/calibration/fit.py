@@ -126,11 +126,12 @@ class Fit:
             choosing = student.images.bounds[index][0] >= min(student.images.parts, default=math.inf)
             parts[choosing].add(*branch.samples(residual, values, counts))
         fit, chosen = (_everyones(part, student.processes, branch) for part in parts)
-        if chosen.gram is None or chosen.moment is None:
+        if chosen.gram is None or chosen.moment is None or chosen.energy is None:
             return fit.solve(self.ridge)
-        errors = {ridge: chosen.error(fit.solve(ridge)) for ridge in RIDGES}
+        outputs = weights.outputs[branch.node.name]
+        errors = {ridge: float(chosen.errors(fit.solve(ridge)) @ outputs) for ridge in RIDGES}
         best = min(RIDGES, key=errors.__getitem__)
-        if errors[best] >= chosen.energy:
+        if errors[best] >= float(chosen.energy @ outputs):
             return torch.zeros_like(chosen.moment)
         fit.add_statistics(chosen.gram, chosen.moment)
         return fit.solve(best)
@@ -185,27 +186,30 @@ def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Im
     stop = 1 + max(map(student.order.__getitem__, needs))
     past = teacher.run(teacher.order[stream] + 1, {stream})
     for (index, wanted), (_, values) in zip(past, student.run(stop, needs), strict=True):
-        counts = None if branch is None else weights.of(point.node.name, index)
-        yield _sample(point, wanted[stream], values, counts, student.images.size_of(index))
+        yield _sample(point, wanted[stream], values, weights, index, student.images.size_of(index))
 
 
 @torch.no_grad()
-def _sample(point: Point, wanted: Tensor, values: Values, counts: Tensor | None, images: int) -> descent.Sample:
-    """What the site at `point` reads of the student's `values` for so many `images`, for the teacher's stream behind
-    it, `wanted`. Where no output projection is traced, all tokens count alike, and the teacher's heads are what is
-    wanted.
+def _sample(
+    point: Point, wanted: Tensor, values: Values, weights: Importance, index: int, images: int
+) -> descent.Sample:
+    """What the site at `point` reads of the student's `values` for the `images` of a batch, the one called `index`, for
+    the teacher's stream behind it, `wanted`. Where no output projection is traced, all tokens count alike, and the
+    teacher's heads are what is wanted.
     """
     site, branch = point.site, point.branch
     assert site is not None
     tensors = [values[argument] for argument in point.node.args]  # type: ignore[index]
-    if branch is None or counts is None:
+    if branch is None:
         assert isinstance(site.output, Write)
         heads = read(wanted, site.output.layout).transpose(1, 2).flatten(2)
         return descent.sampled(site, tensors, heads, heads.new_ones(heads.shape[:2]), images)
-    rows = branch.by_token(counts)
+    name = branch.node.name
+    rows = branch.by_token(weights.of(name, index))
     added = wanted if branch.beside is None else wanted - values[branch.beside] - branch.shift(rows, values)
     target, reaches = branch.targets(rows, added, values)
-    return descent.sampled(site, tensors, target, rows.pow(descent.FLATTENED) * reaches, images)
+    counts = rows.pow(descent.FLATTENED) * reaches
+    return descent.sampled(site, tensors, target, counts, images, weights.outputs[name].float())
 
 
 def _teacher_site(teacher: Segments, name: str) -> SiteModule:
@@ -223,11 +227,11 @@ def _everyones(part: LeastSquares, processes: Processes, branch: Branch) -> Leas
     zeros = branch.weight.new_zeros(columns, columns, dtype=torch.float64)
     gram = zeros if part.gram is None else part.gram.clone()
     moment = zeros[:, :1].expand(-1, outputs).clone() if part.moment is None else part.moment.clone()
-    energy = torch.tensor([part.energy], dtype=torch.float64, device=gram.device)
+    energy = torch.zeros_like(moment[0]) if part.energy is None else part.energy.clone()
     processes.add_up(gram, moment, energy)
     together = LeastSquares()
     if bool(gram.any()):
-        together.add_statistics(gram, moment, float(energy))
+        together.add_statistics(gram, moment, energy)
     return together
 
 

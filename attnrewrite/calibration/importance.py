@@ -1,8 +1,9 @@
 """How much a model's answer depends on each token: what the closed-form fits weigh their samples with.
 
 A classifier reads one token, or what a few tokens say of one part of the picture; a fit that weighs all tokens alike
-spends itself on the others. Where the output moves by J r for a change r of a value, E |u J|^2 over random directions u
-of the output is the diagonal of J^T J (Hutchinson 1990): the first-order cost of an error there, by its energy.
+spends itself on the others. Nor are the outputs of a map alike: a layer scale behind it hides some. Where the output
+moves by J r for a change r of a value, E |u J|^2 over random directions u of the output is the diagonal of J^T J
+(Hutchinson 1990): the first-order cost of an error there, by its energy.
 
 The network is gone through piece by piece (Chen et al. 2016, Training deep nets with sublinear memory cost): forwards
 for what stands between the pieces, backwards with one piece's activations at a time, which are computed again for it.
@@ -35,12 +36,14 @@ Gradients = dict[str, Tensor]  # a node's name -> d answer / d its value, for on
 
 @dataclass(frozen=True)
 class Importance:
-    """How much the model's answer depends on each row that a branch's map makes: the energy (sum of squares) of the
-    answer's gradient there, for each batch of this process; and its mean over all rows of a branch.
+    """How much the model's answer depends on what a branch's map makes, by the energy (sum of squares) of the answer's
+    gradient there: on each row, for each batch of this process; the mean over all rows of a branch; and on each of its
+    outputs [outputs], one on average.
     """
 
     energy: Store
     mean: Mapping[str, float]
+    outputs: Mapping[str, Tensor]
     device: str = "cpu"
 
     def of(self, branch: str, batch: int) -> Tensor:
@@ -66,25 +69,36 @@ def importance(
     found = {branch.node.name: branch for branch in branches(teacher)}
     blocks = Blocks(teacher, found, answer, draws, pieces)
     energy = InMemory() if store is None else store
-    sums = dict.fromkeys(found, (0.0, 0.0))
+    sums = {
+        name: torch.zeros(len(branch.weight), dtype=torch.float64, device=processes.device)
+        for name, branch in found.items()
+    }
+    counts = dict.fromkeys(found, 0)
     for index in range(processes.rank, len(images), processes.size):
         rows: dict[str, Tensor] = {}
         batch = [tensor.to(processes.device) for tensor in images.batch(index)]
         for gradients in blocks.gradients(batch, images.bounds[index][0]):
             for name, branch in found.items():
-                rows[name] = rows.get(name, 0) + branch.rows(gradients[name])
+                squares = branch.outputs(gradients[name]).square().flatten(0, -2)
+                rows[name] = rows.get(name, 0) + squares.sum(1)
+                sums[name] += squares.sum(0)
         energy.put(index, rows)
-        sums = {
-            name: (sums[name][0] + float(each.double().sum()), sums[name][1] + len(each)) for name, each in rows.items()
-        }
-    return Importance(energy, _means(sums, processes), processes.device)
+        counts = {name: counts[name] + len(each) for name, each in rows.items()}
+    return Importance(energy, _means(sums, counts, processes), _of_outputs(sums), processes.device)
 
 
-def _means(sums: Mapping[str, tuple[float, float]], processes: Processes) -> dict[str, float]:
-    """The mean of each branch's rows over all processes, from their sums and counts."""
-    both = torch.tensor([sums[name] for name in sums], dtype=torch.float64, device=processes.device).reshape(-1, 2)
-    processes.add_up(both)
-    return {name: float(total / count.clamp(min=1)) for name, (total, count) in zip(sums, both, strict=True)}
+def _means(sums: Mapping[str, Tensor], counts: Mapping[str, int], processes: Processes) -> dict[str, float]:
+    """The mean of each branch's rows over all processes, from their counts and the sums of their outputs, which become
+    those of all processes.
+    """
+    rows = torch.tensor([*counts.values()], dtype=torch.float64, device=processes.device)
+    processes.add_up(rows, *sums.values())
+    return {name: float(sums[name].sum()) / max(float(count), 1) for name, count in zip(sums, rows, strict=True)}
+
+
+def _of_outputs(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The outputs' sums over their mean; ones where nothing counts."""
+    return {name: each / each.mean() if bool(each.any()) else torch.ones_like(each) for name, each in sums.items()}
 
 
 class Blocks:

@@ -161,6 +161,18 @@ def test_tokens_that_count_for_nothing_do_not_matter() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def test_outputs_that_count_for_nothing_do_not_matter() -> None:
+    (site, teacher), (other, _) = first_site(), first_site()
+    (sample,) = samples(site, teacher)
+    outputs = torch.ones(sample.wanted.shape[2], dtype=torch.float64)
+    outputs[::3] = 0
+    search(site, [replace(sample, outputs=outputs)], IMAGES)
+    spoiled = torch.where(outputs > 0, sample.wanted, 1e3)
+    search(other, [replace(sample, outputs=outputs, wanted=spoiled)], IMAGES)
+    for found, expected in zip(searched(other), searched(site), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 def test_a_site_in_half_precision_is_searched_in_float32() -> None:
     site, teacher = first_site()
     (sample,) = samples(site, teacher)

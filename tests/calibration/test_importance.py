@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fits import SIDE, Model, calibration
+from fits import SIDE, Model, calibration, error_on_others, pictures
 from torch import Tensor
 
+from attnrewrite.calibration import importance as weighing
 from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.importance import EVEN, Blocks, importance
@@ -15,6 +16,7 @@ from attnrewrite.calibration.stage import distance
 from attnrewrite.variants.registry import get_variant
 
 TOKENS = SIDE * SIDE
+SCALES = 10 ** torch.tensor([-0.8, -2.1, -1.1, 0.3, -3.0, -1.6, -0.2, -2.5])
 
 
 class FirstToken(Model):
@@ -22,6 +24,15 @@ class FirstToken(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(self.embed(x).flatten(2).transpose(1, 2))[:, 0])
+
+
+def scaled() -> Model:
+    """Most of what each map gives is hidden by the layer scale behind it."""
+    model = Model("pre-norm")
+    with torch.no_grad():
+        for block in model.blocks:
+            block.scale.copy_(SCALES)
+    return model
 
 
 class Classes(Model):
@@ -51,6 +62,21 @@ def test_a_mean_counts_all_tokens_alike_where_nothing_follows() -> None:
     torch.testing.assert_close(rows, rows[:, :1].expand_as(rows))
 
 
+def test_outputs_count_as_the_layer_scale_behind_them_lets_them() -> None:
+    """The last branch ends in the mean and the head: the gradient at an output is its scale times (W^T u) / N."""
+    model = scaled()
+    given = calibration("pre-norm", get_variant("l1"), model=model)
+    weights = importance(given.teacher, given.images, given.answer, given.processes)
+    with torch.no_grad():
+        model.blocks[-1].scale.fill_(1.0)
+    plain = calibration("pre-norm", get_variant("l1"), model=model)
+    alike = importance(plain.teacher, given.images, given.answer, given.processes)
+    last = list(branches(given.teacher))[-1].node.name
+    expected = alike.outputs[last] * SCALES.square()
+    torch.testing.assert_close(weights.outputs[last], expected / expected.mean(), rtol=1e-4, atol=0)
+    assert all(float(each.mean()) == pytest.approx(1) for each in weights.outputs.values())
+
+
 def test_weights_have_one_mean_over_all_images_and_are_theirs_whatever_the_batches() -> None:
     given = calibration("windows", get_variant("l1"))
     names = [branch.node.name for branch in branches(given.teacher)]
@@ -60,6 +86,7 @@ def test_weights_have_one_mean_over_all_images_and_are_theirs_whatever_the_batch
         rows = first.of(name, 0)
         assert float(rows.mean()) == pytest.approx(1 + EVEN)
         torch.testing.assert_close(torch.cat([second.of(name, i) for i in range(len(small))]), rows)
+        torch.testing.assert_close(first.outputs[name], second.outputs[name])
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5, 100])
@@ -92,6 +119,7 @@ def test_without_a_gradient_all_tokens_are_alike() -> None:
     weights = importance(given.teacher, given.images, given.answer, given.processes)
     rows = [weights.of(branch.node.name, 0) for branch in branches(given.teacher)]
     assert all(len(each.unique()) == 1 for each in rows)
+    assert all((each == 1).all() for each in weights.outputs.values())
 
 
 def test_frozen_parameters_stay_frozen() -> None:
@@ -116,3 +144,15 @@ def test_the_fit_serves_the_token_that_is_read() -> None:
         fit.run(given)
         errors.append(distance(given).error)
     assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("form", ["elu", "l1"])
+def test_the_fit_serves_the_outputs_that_a_layer_scale_lets_through(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = []
+    for alike in (False, True):
+        if alike:
+            monkeypatch.setattr(weighing, "_of_outputs", lambda sums: {n: torch.ones_like(e) for n, e in sums.items()})
+        given = calibration("pre-norm", get_variant(form), pictures(300), model=scaled())
+        Fit().run(given)
+        errors.append(error_on_others(given))
+    assert errors[0] < 0.98 * errors[1]

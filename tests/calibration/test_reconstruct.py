@@ -60,7 +60,7 @@ def test_what_a_row_counts_lies_where_its_change_gets_to(kind: str) -> None:
         with Segments(given.teacher, given.images, Processes()) as teacher:
             stop = teacher.order[branch.stream] + 1
             _, values = next(teacher.run(stop, {branch.node, branch.stream, *branch.reads}))
-        count = len(branch.rows(values[branch.node]))
+        count = branch.outputs(values[branch.node])[..., 0].numel()
         rows = torch.ones(count).index_fill(0, torch.tensor([0]), 3.0)
         spread = branch.spread(rows, values).broadcast_to(values[branch.stream].shape)
         reached = moved_by(branch, values, torch.zeros(count).index_fill(0, torch.tensor([0]), 1.0)) != 0

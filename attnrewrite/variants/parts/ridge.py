@@ -17,7 +17,7 @@ class LeastSquares:
     def __init__(self) -> None:
         self.gram: Tensor | None = None
         self.moment: Tensor | None = None
-        self.energy = 0.0
+        self.energy: Tensor | None = None
 
     def add(self, x: Tensor, y: Tensor, last: Tensor | None = None) -> None:
         """Add samples; `last` [..., samples] is one more column behind those of x, which need not be copied for it."""
@@ -27,22 +27,23 @@ class LeastSquares:
             beside, corner = x.transpose(-2, -1) @ column, column.transpose(-2, -1) @ column
             own = torch.cat([torch.cat([own, beside], -1), torch.cat([beside.transpose(-2, -1), corner], -1)], -2)
             moment = torch.cat([moment, column.transpose(-2, -1) @ y], -2)
-        self._add(own.double(), moment.double(), float(y.square().sum(-1).double().sum()))
+        self._add(own.double(), moment.double(), y.square().sum(-2).double())
 
-    def add_statistics(self, gram: Tensor, moment: Tensor, energy: float = 0.0) -> None:
-        """Add x^T x, x^T y and the sum of y^2, computed elsewhere."""
-        self._add(gram.clone(), moment.clone(), energy)
+    def add_statistics(self, gram: Tensor, moment: Tensor, energy: Tensor | None = None) -> None:
+        """Add x^T x, x^T y and, for each target, the sum of y^2 [..., t], computed elsewhere."""
+        none = torch.zeros_like(moment[..., 0, :])
+        self._add(gram.clone(), moment.clone(), none if energy is None else none + energy)
 
-    def _add(self, gram: Tensor, moment: Tensor, energy: float) -> None:
+    def _add(self, gram: Tensor, moment: Tensor, energy: Tensor) -> None:
         self.gram = gram if self.gram is None else self.gram.add_(gram)
         self.moment = moment if self.moment is None else self.moment.add_(moment)
-        self.energy += energy
+        self.energy = energy if self.energy is None else self.energy.add_(energy)
 
-    def error(self, weights: Tensor) -> float:
-        """The sum of (y - x w)^2 over everything added."""
-        if self.gram is None or self.moment is None:
+    def errors(self, weights: Tensor) -> Tensor:
+        """For each target, the sum of (y - x w)^2 over everything added: [..., t]."""
+        if self.gram is None or self.moment is None or self.energy is None:
             raise ValueError("nothing was added to the fit")
-        return self.energy + float((weights * (self.gram @ weights - 2 * self.moment)).sum())
+        return self.energy + (weights * (self.gram @ weights - 2 * self.moment)).sum(-2)
 
     def solve(self, ridge: float) -> Tensor:
         """The weights, each column penalised by `ridge` times its own energy (Jacobi scaling)."""
