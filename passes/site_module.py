@@ -109,7 +109,11 @@ class ProjectedRead(nn.Module):
         self.bias = nn.Parameter(bias) if bias is not None else None
 
     def forward(self, tensor: Tensor) -> Tensor:
-        return self.project(tokens_of(tensor, self.layout))
+        return self.project(self.tokens(tensor))
+
+    def tokens(self, tensor: Tensor) -> Tensor:
+        """[batch, tokens, inputs]."""
+        return tokens_of(tensor, self.layout)
 
     def project(self, tokens: Tensor) -> Tensor:
         """[batch, tokens, inputs] -> [batch, heads, tokens, channels]."""

@@ -243,7 +243,7 @@ def branches(module: GraphModule) -> Iterator[Branch]:
     Every rewritten site with a traced output projection is one, and every linear map whose own weight nothing else
     reads and that ends a residual branch: a block's MLP, the attention of a site that was kept.
     """
-    varying = _varying(module)
+    varying = varying_nodes(module)
     begun = False
     for node in module.graph.nodes:
         site = rewritten_site(module, node)
@@ -283,7 +283,7 @@ def _norm_behind(branch: Branch) -> Node | None:
     return None
 
 
-def _varying(module: GraphModule) -> set[Node]:
+def varying_nodes(module: GraphModule) -> set[Node]:
     """The nodes that depend on an input of the graph."""
     found: set[Node] = set()
     for node in module.graph.nodes:

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnrewrite.calibration.projections import ROLES, TracedRead
 from attnrewrite.calibration.recorded import Recorded, recorder_for
 from attnrewrite.calibration.train import Schedule
-from attnrewrite.passes.site_module import ProjectedRead, ProjectedWrite, SiteModule, tokens_of
+from attnrewrite.passes.site_module import ProjectedRead, ProjectedWrite, SiteModule
 from attnrewrite.variants.base import Form
 from attnrewrite.variants.parts.tensors import wide
 
@@ -37,8 +38,6 @@ SCALED_STEPS = 16  # whose rows say what the error is
 FLATTENED = 0.5  # the power of what tokens count: else a few images of a doubtful answer would be learnt by heart
 TENSORS = 4  # query, key, value and what is wanted
 INTERMEDIATE = 24  # times as much is held of a step
-
-ROLES = ("query", "key", "value")
 
 # why a site's weights stay as they were
 TOO_FEW = "weights are not searched, as that takes more images"
@@ -145,10 +144,11 @@ def _projected_tokens(site: SiteModule, given: Mapping[str, Tensor]) -> dict[str
     found: dict[str, Tensor] = {}
     for role in ROLES:
         reader = getattr(site, role)
-        if isinstance(reader, ProjectedRead) and reader.heads == site.heads and site.core.temperature is None:
+        projects = isinstance(reader, ProjectedRead | TracedRead) and reader.heads == site.heads
+        if projects and site.core.temperature is None:
             place = site.roles[role], reader.layout
             if place not in read:
-                read[place] = tokens_of(given[site.roles[role]], reader.layout)
+                read[place] = reader.tokens(given[site.roles[role]])
             found[role] = read[place]
     return found
 
@@ -210,7 +210,8 @@ def searched(site: SiteModule) -> list[nn.Parameter]:
         return []
     closed = {own for form in forms for name in form.maps_after for own in form.get_submodule(name).parameters()}
     parts = *(getattr(site, role) for role in roles), site.form
-    return [parameter for part in parts for parameter in part.parameters() if parameter not in closed]
+    own = dict.fromkeys(parameter for part in parts for parameter in part.parameters())  # query and key may share one
+    return [parameter for parameter in own if parameter not in closed]
 
 
 def held_bytes(width: int, tokens: int, images: int) -> int:

@@ -17,6 +17,7 @@ from attnrewrite.calibration.branches import Branch
 from attnrewrite.calibration.importance import Importance
 from attnrewrite.calibration.points import Point, Undo, fit_points
 from attnrewrite.calibration.processes import Processes
+from attnrewrite.calibration.projections import with_projections
 from attnrewrite.calibration.segments import Segments, Values, rewritten_site, site_heads
 from attnrewrite.calibration.stage import Distance, StageInput, StageResult, distance
 from attnrewrite.calibration.workplace import Demand, Workplace, most_tokens
@@ -104,7 +105,8 @@ class Fit:
             if self.forms and point.site is not None:
                 samples = _samples(point, teacher, student, weights)
                 copies = student.images.copies
-                why = descent.search(point.site, samples, len(student.images.images) - copies, copies)
+                site, _ = with_projections(student.module, point.node)
+                why = descent.search(site, samples, len(student.images.images) - copies, copies)
             if point.branch is not None:
                 point.branch.change(self.residual_fit(point.branch, teacher, student, weights))
         except torch.linalg.LinAlgError as error:
@@ -180,36 +182,35 @@ def _samples(point: Point, teacher: Segments, student: Segments, weights: Import
 
 def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:
     stream, branch = teacher.node(point.stream.name), point.branch
-    needs = set(point.node.all_input_nodes)
+    site, given = with_projections(student.module, point.node)
+    needs = set(given)
     if branch is not None:
         needs |= branch.operands if branch.beside is None else {*branch.operands, branch.beside}
     stop = 1 + max(map(student.order.__getitem__, needs))
     past = teacher.run(teacher.order[stream] + 1, {stream})
     for (index, wanted), (_, values) in zip(past, student.run(stop, needs), strict=True):
-        yield _sample(point, wanted[stream], values, weights, index, student.images.size_of(index))
+        count = student.images.size_of(index)
+        target, counts = _wanted(point, wanted[stream], values, weights, index)
+        outputs = None if branch is None else weights.outputs[branch.node.name].float()
+        yield descent.sampled(site, [values[node] for node in given], target, counts, count, outputs)
 
 
 @torch.no_grad()
-def _sample(
-    point: Point, wanted: Tensor, values: Values, weights: Importance, index: int, images: int
-) -> descent.Sample:
-    """What the site at `point` reads of the student's `values` for the `images` of a batch, the one called `index`, for
-    the teacher's stream behind it, `wanted`. Where no output projection is traced, all tokens count alike, and the
-    teacher's heads are what is wanted.
+def _wanted(point: Point, stream: Tensor, values: Values, weights: Importance, index: int) -> tuple[Tensor, Tensor]:
+    """What the site at `point` should give beside the student's `values`, where the teacher's stream behind it is
+    `stream`, and what its tokens count, in the batch called `index`. Where no output projection is traced, those are
+    the teacher's heads, and all tokens count alike.
     """
     site, branch = point.site, point.branch
     assert site is not None
-    tensors = [values[argument] for argument in point.node.args]  # type: ignore[index]
     if branch is None:
         assert isinstance(site.output, Write)
-        heads = read(wanted, site.output.layout).transpose(1, 2).flatten(2)
-        return descent.sampled(site, tensors, heads, heads.new_ones(heads.shape[:2]), images)
-    name = branch.node.name
-    rows = branch.by_token(weights.of(name, index))
-    added = wanted if branch.beside is None else wanted - values[branch.beside] - branch.shift(rows, values)
+        heads = read(stream, site.output.layout).transpose(1, 2).flatten(2)
+        return heads, heads.new_ones(heads.shape[:2])
+    rows = branch.by_token(weights.of(branch.node.name, index))
+    added = stream if branch.beside is None else stream - values[branch.beside] - branch.shift(rows, values)
     target, reaches = branch.targets(rows, added, values)
-    counts = rows.pow(descent.FLATTENED) * reaches
-    return descent.sampled(site, tensors, target, counts, images, weights.outputs[name].float())
+    return target, rows.pow(descent.FLATTENED) * reaches
 
 
 def _teacher_site(teacher: Segments, name: str) -> SiteModule:

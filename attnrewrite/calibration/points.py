@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration.branches import Branch, branches
+from attnrewrite.calibration.projections import ROLES, with_projections
 from attnrewrite.calibration.segments import rewritten_site
 from attnrewrite.passes.site_module import SiteModule
 
@@ -16,11 +18,14 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class Point:
-    """A node of the student that is fitted: a site's form, the map that ends a residual branch, or both at once."""
+    """A node of the student that is fitted: a site's form and its `projections`, the map that ends a residual branch,
+    or both at once.
+    """
 
     node: Node
     site: SiteModule | None
     branch: Branch | None
+    projections: tuple[nn.Parameter, ...]
 
     @property
     def site_id(self) -> str | None:
@@ -42,15 +47,14 @@ class Point:
     @property
     def saved_bytes(self) -> int:
         """What `undo` holds."""
-        parts = () if self.site is None else (self.site.form, self.site.query, self.site.key, self.site.value)
-        projections = sum(own.nbytes for part in parts for own in part.parameters())
-        return projections + (0 if self.branch is None else self.branch.weight.nbytes)
+        form = () if self.site is None else tuple(self.site.form.parameters())
+        mapped = 0 if self.branch is None else self.branch.weight.nbytes
+        return mapped + sum(own.nbytes for own in (*form, *self.projections))
 
     def undo(self) -> Undo:
         """What puts the point back to where it stands now."""
         form = None if self.site is None else copy.deepcopy(self.site.form)
-        readers = () if self.site is None else (self.site.query, self.site.key, self.site.value)
-        projections = [(own, own.detach().clone()) for reader in readers for own in reader.parameters()]
+        projections = [(own, own.detach().clone()) for own in self.projections]
         change = None if self.branch is None else self.branch.saved()
 
         def restore() -> None:
@@ -69,4 +73,15 @@ def fit_points(student: GraphModule) -> list[Point]:
     """Every point to fit, in the order of the graph."""
     ends = {branch.node: branch for branch in branches(student)}
     sites = {node: rewritten_site(student, node) for node in student.graph.nodes}
-    return [Point(node, site, ends.get(node)) for node, site in sites.items() if site is not None or node in ends]
+    return [
+        Point(node, site, ends.get(node), () if site is None else _projections(student, node))
+        for node, site in sites.items()
+        if site is not None or node in ends
+    ]
+
+
+def _projections(student: GraphModule, node: Node) -> tuple[nn.Parameter, ...]:
+    """The weights of the projections that a search changes at `node`, each once."""
+    site, _ = with_projections(student, node)
+    readers = (getattr(site, role) for role in ROLES)
+    return tuple(dict.fromkeys(own for reader in readers for own in reader.parameters()))
