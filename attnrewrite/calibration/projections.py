@@ -6,10 +6,12 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from attnrewrite.calibration.branches import varying_nodes
 from attnrewrite.passes.site_module import Read, SiteModule, read
@@ -75,14 +77,14 @@ def _parts(module: GraphModule, node: Node, site: SiteModule) -> dict[str, _Part
     if not roles:
         return {}
     ends, varying = dict(zip(site.values, node.args, strict=True)), varying_nodes(module)
-    traced = {role: _traced(ends[site.roles[role]], varying) for role in roles}  # type: ignore[arg-type]
+    traced = {role: _traced(module, ends[site.roles[role]], varying) for role in roles}  # type: ignore[arg-type]
     parts = {role: part for role, part in traced.items() if part is not None}
     inside = {node}.union(*(part.nodes | part.lengths for part in parts.values()))
     read_inside = (user for part in parts.values() for own in part.nodes & varying for user in own.users)
     return parts if all(user in inside or _is_length(user) for user in read_inside) else {}
 
 
-def _traced(end: Node, varying: set[Node]) -> _Part | None:
+def _traced(module: GraphModule, end: Node, varying: set[Node]) -> _Part | None:
     """Back from `end` to the one linear map that all it varies with comes through, and to constants."""
     found: set[Node] = set()
     lengths: set[Node] = set()
@@ -92,7 +94,7 @@ def _traced(end: Node, varying: set[Node]) -> _Part | None:
         node = walk.pop()
         if node in found or node in lengths:
             continue
-        if node.op == "placeholder":
+        if not _can_hold(module, node):
             return None
         if _is_length(node):
             lengths.add(node)
@@ -111,22 +113,45 @@ def _traced(end: Node, varying: set[Node]) -> _Part | None:
     return _Part(start, end, frozenset(found), frozenset(lengths)) if same and start not in found else None
 
 
+def _can_hold(module: GraphModule, node: Node) -> bool:
+    """Whether a part can: operations and stored tensors."""
+    if node.op == "get_attr":
+        return isinstance(attrgetter(str(node.target))(module), Tensor)
+    return node.op == "call_function"
+
+
 def _as_module(module: GraphModule, part: _Part, inside: frozenset[Node]) -> GraphModule:
-    """`part` as a module of the tokens: parameters that nothing but `inside` reads are the graph's own."""
-    graph, stored = Graph(), dict[str, Tensor]()
+    """`part` as a module of the tokens: matrices that nothing but `inside` reads are the graph's own. Norms and biases
+    are constants: a form's maps follow them, and files store those that are ones or zeros once for many.
+    """
+    graph = Graph()
     tokens = graph.placeholder("tokens")
     made = {part.tokens: tokens}
     made |= dict.fromkeys(part.lengths, graph.call_function(torch.ops.aten.sym_size.int, (tokens, 0)))
+    stored: dict[str, Tensor] = {}
+    constants: dict[Node, Any] = {}
+
+    def place(node: Node) -> Node:
+        if node not in made:
+            name = f"stored{len(stored)}"
+            stored[name], made[node] = constants[node], graph.get_attr(name)
+        return made[node]
+
     for node in module.graph.nodes:
         if node not in part.nodes:
             continue
         if node.op == "get_attr":
-            name, tensor = f"stored{len(stored)}", attrgetter(str(node.target))(module)
-            own = isinstance(tensor, nn.Parameter) and all(each in inside for each in _readers(module, node))
-            stored[name] = tensor if own else tensor.detach()
-            made[node] = graph.get_attr(name)
+            tensor = attrgetter(str(node.target))(module)
+            matrix = isinstance(tensor, nn.Parameter) and tensor.dim() > 1
+            own = matrix and all(each in inside for each in _readers(module, node))
+            constants[node] = tensor if own else tensor.detach()
+            if own:
+                place(node)
+        elif all(each in constants and each not in made for each in node.all_input_nodes):
+            constants[node] = node.target(*map_arg(node.args, constants.get), **map_arg(node.kwargs, constants.get))
         else:
-            made[node] = graph.node_copy(node, made.__getitem__)
+            made[node] = graph.node_copy(node, place)
+    place(part.end)
     graph.output(made[part.end])
     return GraphModule(stored, graph)
 

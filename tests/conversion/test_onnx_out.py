@@ -120,11 +120,14 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x).flatten(2).transpose(1, 2)
-        query, key, value = self.mix(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = self.heads(x)
         attended = (query @ key.transpose(2, 3) / 4).softmax(-1) @ value
         x = x + self.output(attended.transpose(1, 2).flatten(2))
         x = x + self.narrow(torch.relu(self.wide(x)))
         return self.head(x.mean(1))
+
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.mix(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def test_maps_of_a_file_are_fitted_and_written(tmp_path: Path) -> None:
@@ -138,17 +141,35 @@ def test_maps_of_a_file_are_fitted_and_written(tmp_path: Path) -> None:
         np.testing.assert_allclose(run(after, images[:1].numpy())[0], done.module(images[:1]), rtol=1e-4, atol=1e-5)
 
 
+class Normed(Block):
+    """Queries and keys are normalised, so that their projection stays in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value = super().heads(x)
+        return self.norm(query), self.norm(key), value
+
+
 @pytest.mark.parametrize("dynamo", [False, True])
-def test_what_was_fitted_in_torch_is_found_in_the_export_and_back(dynamo: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", [Block, Normed])
+def test_what_was_fitted_in_torch_is_found_in_the_export_and_back(
+    made: type[Block], dynamo: bool, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    images, model = torch.rand(64, *IMAGE[1:]), Block().eval()
+    images, model = torch.rand(128, *IMAGE[1:]), made().eval()
     torch.onnx.export(model, (images[:1],), tmp_path / "block.onnx", dynamo=dynamo, external_data=False)
     file, graph = ir.load(tmp_path / "block.onnx"), capture("block", model, (images[:1],)).module
     in_torch, in_onnx = (
         ar.convert(*source, variant="l1", calibration=[images])
         for source in ((model, images[:1]), (tmp_path / "block.onnx",))
     )
-    assert not {*in_torch.plan.parameters} & {*file.graph.initializers} - {"narrow.bias"}, "weights have other names"
+    fitted = {"narrow.weight", "narrow.bias"} | ({"mix.weight"} if made is Normed else set())
+    assert {*in_torch.plan.parameters} == fitted
+    assert len(in_onnx.plan.parameters) == len(fitted)
+    assert not fitted & {*file.graph.initializers} - {"narrow.bias"}, "weights have other names"
     in_torch.plan.save(tmp_path)
     written, _ = OnnxRewrite(Plan.load(tmp_path)).apply(file)
     with torch.no_grad():

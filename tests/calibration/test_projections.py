@@ -1,0 +1,187 @@
+"""Projections that the graph makes for a site, as something lies between: read with it, searched, and put back."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fits import HEADS, SIDE, WIDTH, Attention, Model, calibration, error_on_others, pictures
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from attnrewrite.calibration import fit, points
+from attnrewrite.calibration.branches import branches
+from attnrewrite.calibration.descent import output, sampled, searched
+from attnrewrite.calibration.fit import Fit
+from attnrewrite.calibration.points import fit_points
+from attnrewrite.calibration.projections import TracedRead, with_projections
+from attnrewrite.calibration.segments import Segments
+from attnrewrite.calibration.stage import StageInput
+from attnrewrite.passes.site_module import SiteModule
+from attnrewrite.variants.registry import get_variant
+
+HEAD_DIM = WIDTH // HEADS
+
+
+class Between(Attention):
+    """Attention with something between the projection of queries and keys and their product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(HEAD_DIM), nn.LayerNorm(HEAD_DIM)
+        self.gate = nn.Parameter(torch.ones(HEADS, 1, 1))
+        angles = torch.arange(SIDE * SIDE)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
+        self.register_buffer("angles", angles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads(x)
+        out = F.scaled_dot_product_attention(*self.between(query, key), value)
+        return self.proj(out.transpose(1, 2).reshape(-1, x.shape[1], WIDTH))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = self.qkv(x).reshape(-1, x.shape[1], 3, HEADS, HEAD_DIM)
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        return query, key, value
+
+    def between(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(query), self.second(key)
+
+
+class Turned(Between):
+    """By angles of their places (RoFormer), after a token that is not."""
+
+    def between(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self.turned(query), self.turned(key)
+
+    def turned(self, heads: Tensor) -> Tensor:
+        first, rest = heads[:, :, :1], heads[:, :, 1:]
+        other = torch.cat([-rest[..., HEAD_DIM // 2 :], rest[..., : HEAD_DIM // 2]], -1)
+        return torch.cat([first, rest * self.angles[1:].cos() + other * self.angles[1:].sin()], 2)
+
+
+class NormedAndTurned(Turned):
+    def between(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self.turned(self.first(query)), self.turned(self.second(key))
+
+
+class AllNormed(Between):
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().heads(x)
+        return query, key, F.layer_norm(value, (HEAD_DIM,))
+
+
+class Gated(Between):
+    """The queries scale the result, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads(x)
+        out = F.scaled_dot_product_attention(*self.between(query, key), value) * query.sigmoid()
+        return self.proj(out.transpose(1, 2).reshape(-1, x.shape[1], WIDTH))
+
+
+class Folded(Between):
+    """Heads are images of their own, so that their rows are no longer those of the tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.flatten(0, 1) for part in self.heads(x))
+        weights = torch.softmax(self.first(query) @ self.second(key).mT / 2, -1)
+        out = (weights @ value).unflatten(0, (-1, HEADS))
+        return self.proj(out.transpose(1, 2).reshape(-1, x.shape[1], WIDTH))
+
+
+class Tempered(Between):
+    """Cosines times a learned number for each head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads(x)
+        scores = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).mT * self.gate.exp()
+        return self.proj((scores.softmax(-1) @ value).transpose(1, 2).reshape(-1, x.shape[1], WIDTH))
+
+
+TRACED: tuple[type[Between], ...] = (Between, Turned, NormedAndTurned, AllNormed)
+LEFT: tuple[type[Between], ...] = (Gated, Folded, Tempered)
+
+
+def model(attention: Callable[[], nn.Module], shared: bool = False) -> Model:
+    made = Model("pre-norm")
+    for block in made.blocks:
+        block.attention = attention()
+    if shared:
+        made.blocks[1].attention.qkv = made.blocks[0].attention.qkv
+    return made
+
+
+def given(attention: Callable[[], nn.Module], form: str = "l1", shared: bool = False) -> StageInput:
+    return calibration("between", get_variant(form), pictures(300), model=model(attention, shared))
+
+
+def of_sites(found: StageInput) -> list[tuple[SiteModule, tuple[Node, ...]]]:
+    return [with_projections(found.student, point.node) for point in fit_points(found.student) if point.site]
+
+
+@pytest.mark.parametrize("attention", TRACED)
+def test_what_a_site_reads_of_tokens_gives_what_it_gives_in_its_graph(attention: type[Between]) -> None:
+    found = given(attention)
+    for branch, (site, nodes) in zip([b for b in branches(found.student) if b.site], of_sites(found), strict=True):
+        assert isinstance(site.query, TracedRead)
+        assert isinstance(site.key, TracedRead)
+        assert isinstance(site.value, TracedRead) == (attention is AllNormed)
+        with Segments(found.student, found.images, found.processes) as student:
+            stop = student.order[branch.stream] + 1
+            _, values = next(student.run(stop, {branch.node, *branch.node.all_input_nodes, *nodes, *branch.reads}))
+        wanted = branch.outputs(values[branch.node])
+        sample = sampled(site, [values[node] for node in nodes], wanted, wanted[..., 0], len(wanted))
+        assert sample.query is sample.key is sample.value
+        torch.testing.assert_close(output(site, sample), wanted, rtol=0, atol=1e-5)
+        few = sample.rows(torch.tensor([3, 1]))
+        torch.testing.assert_close(output(site, few), wanted[[3, 1]], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", LEFT)
+def test_a_site_whose_projections_are_not_its_own_alone_stays_as_it_is(attention: type[Between]) -> None:
+    found = given(attention)
+    for point in fit_points(found.student):
+        if point.site is not None:
+            site, nodes = with_projections(found.student, point.node)
+            assert site is point.site
+            assert nodes == point.node.args
+
+
+def test_matrices_that_no_other_site_reads_are_searched() -> None:
+    for shared in (False, True):
+        found = given(Between, shared=shared)
+        names = {id(own): name for name, own in found.student.named_parameters()}
+        changed = [{names[id(own)] for own in searched(site) if id(own) in names} for site, _ in of_sites(found)]
+        assert [any("qkv" in name for name in each) for each in changed] == [not shared, not shared]
+        assert not any("first" in name for each in changed for name in each)
+
+
+def as_it_is(module: GraphModule, node: Node) -> tuple[SiteModule, tuple[Node, ...]]:
+    site = module.get_submodule(str(node.target))
+    assert isinstance(site, SiteModule)
+    return site, tuple(node.args)  # type: ignore[arg-type]
+
+
+def test_the_fit_is_closer_with_the_projections_than_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = []
+    for alone in (False, True):
+        if alone:
+            for module in (fit, points):
+                monkeypatch.setattr(module, "with_projections", as_it_is)
+        found = given(Between)
+        Fit().run(found)
+        errors.append(error_on_others(found))
+    assert errors[0] < errors[1]
+
+
+def test_what_a_search_changed_in_the_graph_is_put_back() -> None:
+    found = given(NormedAndTurned)
+    before = {name: tensor.clone() for name, tensor in found.student.state_dict().items()}
+    undo = [point.undo() for point in fit_points(found.student)]
+    Fit().run(found)
+    changed = {name for name, tensor in found.student.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert sum("qkv" in name for name in changed) >= 2
+    for restore in undo:
+        restore()
+    for name, tensor in found.student.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
