@@ -11,6 +11,7 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from attnrewrite.calibration import descent
 from attnrewrite.calibration.branches import Branch
@@ -67,8 +68,9 @@ class Fit:
         with work.opened() as (teacher, own, weights):
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
                 given.report(self.name, done, len(points))
+                last = min([own.order[point.node], *(own.cuts.last_use[node] for node in point.reads)])
                 for segments in (teacher, own):
-                    segments.advance(passed, own.order[point.node])
+                    segments.advance(passed, last)
                 passed = own.order[point.stream] + 1
                 undo.append(point.undo())
                 if why := self.fit_point(point, following, teacher, own, weights):
@@ -105,7 +107,7 @@ class Fit:
             if self.forms and point.site is not None:
                 samples = _samples(point, teacher, student, weights)
                 copies = student.images.copies
-                site, _ = with_projections(student.module, point.node)
+                site, _ = _searched_site(point, student)
                 why = descent.search(site, samples, len(student.images.images) - copies, copies)
             if point.branch is not None:
                 point.branch.change(self.residual_fit(point.branch, teacher, student, weights))
@@ -180,9 +182,17 @@ def _samples(point: Point, teacher: Segments, student: Segments, weights: Import
         yield student.processes.from_owner(sample, owner).to(student.processes.device)
 
 
+def _searched_site(point: Point, student: Segments) -> tuple[SiteModule, tuple[Node, ...]]:
+    """The site at `point` with its projections, and what that reads; as it stands where `student` is behind that."""
+    assert point.site is not None
+    if any(student.cuts.last_use[node] < student.position for node in point.reads):
+        return point.site, tuple(point.node.args)  # type: ignore[arg-type]
+    return with_projections(student.module, point.node)
+
+
 def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:
     stream, branch = teacher.node(point.stream.name), point.branch
-    site, given = with_projections(student.module, point.node)
+    site, given = _searched_site(point, student)
     needs = set(given)
     if branch is not None:
         needs |= branch.operands if branch.beside is None else {*branch.operands, branch.beside}

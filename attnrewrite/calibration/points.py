@@ -19,13 +19,14 @@ Undo = Callable[[], None]
 @dataclass(frozen=True)
 class Point:
     """A node of the student that is fitted: a site's form and its `projections`, the map that ends a residual branch,
-    or both at once.
+    or both at once. A search of the site `reads` the values of these nodes.
     """
 
     node: Node
     site: SiteModule | None
     branch: Branch | None
-    projections: tuple[nn.Parameter, ...]
+    projections: tuple[nn.Parameter, ...] = ()
+    reads: tuple[Node, ...] = ()
 
     @property
     def site_id(self) -> str | None:
@@ -74,14 +75,14 @@ def fit_points(student: GraphModule) -> list[Point]:
     ends = {branch.node: branch for branch in branches(student)}
     sites = {node: rewritten_site(student, node) for node in student.graph.nodes}
     return [
-        Point(node, site, ends.get(node), () if site is None else _projections(student, node))
+        Point(node, site, ends.get(node), *(() if site is None else _searched(student, node)))
         for node, site in sites.items()
         if site is not None or node in ends
     ]
 
 
-def _projections(student: GraphModule, node: Node) -> tuple[nn.Parameter, ...]:
-    """The weights of the projections that a search changes at `node`, each once."""
-    site, _ = with_projections(student, node)
+def _searched(student: GraphModule, node: Node) -> tuple[tuple[nn.Parameter, ...], tuple[Node, ...]]:
+    """The weights of the projections that a search changes at `node`, each once, and what it reads."""
+    site, reads = with_projections(student, node)
     readers = (getattr(site, role) for role in ROLES)
-    return tuple(dict.fromkeys(own for reader in readers for own in reader.parameters()))
+    return tuple(dict.fromkeys(own for reader in readers for own in reader.parameters())), reads

@@ -19,11 +19,11 @@ from attnrewrite.passes.site_module import Read, SiteModule, read
 ROLES = ("query", "key", "value")
 
 
-class TracedRead(Read):
+class TracedRead(nn.Module):
     """The part of a graph that makes the heads' queries, keys or values of tokens [B, N, C]."""
 
     def __init__(self, own: Read, part: GraphModule, heads: int) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.layout = own.layout
         self.heads = heads
         self.part = part

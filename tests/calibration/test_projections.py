@@ -156,6 +156,40 @@ def test_matrices_that_no_other_site_reads_are_searched() -> None:
         assert not any("first" in name for each in changed for name in each)
 
 
+class Early(Model):
+    """The second block's queries, keys and values are made before the first block."""
+
+    def __init__(self) -> None:
+        super().__init__("pre-norm")
+        for block in self.blocks:
+            block.attention = AllNormed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x).flatten(2).transpose(1, 2)
+        first, second = self.blocks
+        query, key, value = second.attention.heads(second.first(tokens))
+        heads = *second.attention.between(query, key), value
+        tokens = first(tokens)
+        out = F.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(-1, tokens.shape[1], WIDTH)
+        tokens = tokens + second.attention.proj(out)
+        return self.head((tokens + second.mlp(second.second(tokens))).mean(1))
+
+
+def test_projections_that_the_fit_has_passed_stay_as_they_are() -> None:
+    found = calibration("early", get_variant("l1"), pictures(300), model=Early())
+    names = {id(own): name for name, own in found.student.named_parameters()}
+    before = {name: tensor.clone() for name, tensor in found.student.state_dict().items()}
+    first, second = (point for point in fit_points(found.student) if point.site is not None)
+    Fit().run(found)
+    state = found.student.state_dict()
+    changed = [
+        any(not torch.equal(state[names[id(own)]], before[names[id(own)]]) for own in point.projections)
+        for point in (first, second)
+    ]
+    assert all(point.projections for point in (first, second))
+    assert changed == [True, False]
+
+
 def as_it_is(module: GraphModule, node: Node) -> tuple[SiteModule, tuple[Node, ...]]:
     site = module.get_submodule(str(node.target))
     assert isinstance(site, SiteModule)
