@@ -78,7 +78,7 @@ class Step:
         if kind == "layer_norm":
             variance, mean = torch.var_mean(given["input"], -1, correction=0, keepdim=True)
         else:
-            channels = (-1, *[1] * (len(_shape(self.node)) - 2))  # of [B, C, ...]
+            channels = (-1, *[1] * (len(shape_of(self.node)) - 2))  # of [B, C, ...]
             given |= {name: part.reshape(channels) for name, part in given.items() if isinstance(part, Tensor)}
             variance, mean = given["running_var"], given["running_mean"]
         scale = (variance + given["eps"]).rsqrt() * (1.0 if given["weight"] is None else given["weight"])
@@ -274,10 +274,10 @@ def _norm_behind(branch: Branch) -> Node | None:
     """The batch normalisation that the map's outputs get to as they are, along the axis that it is over: 1."""
     outputs = str(branch.weight.shape[0])
     for step in branch.path:
-        given = _shape(step.carried)
+        given = shape_of(step.carried)
         if _operation(step.node) == "batch_norm":
             return step.node if branch.axis == 1 or (len(given) == 2 and given[1] == outputs) else None
-        regroups = _operation(step.node) in _REGROUPS and given[-1:] == _shape(step.node)[-1:] == (outputs,)
+        regroups = _operation(step.node) in _REGROUPS and given[-1:] == shape_of(step.node)[-1:] == (outputs,)
         if branch.axis == 1 or not regroups:
             return None
     return None
@@ -355,7 +355,7 @@ def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], No
         if list(following.args).count(current) != 1:
             break
         if kind == "add" and not following.kwargs and any(operand in varying for operand in operands):
-            if _shape(following) != _shape(current):  # one row for several tokens of the stream
+            if shape_of(following) != shape_of(current):  # one row for several tokens of the stream
                 break
             return tuple(path), following, operands[0]
         first, settled = following.args[0] is current, not any(operand in varying for operand in operands)
@@ -380,7 +380,8 @@ def _reader(node: Node) -> Node | None:
     return readers[0] if len(readers) == 1 else None
 
 
-def _shape(node: Node) -> tuple[str, ...]:
+def shape_of(node: Node) -> tuple[str, ...]:
+    """The lengths of a node's value, as text, so that open ones compare; empty where it is no tensor."""
     return tuple(map(str, getattr(node.meta.get("val"), "shape", ())))
 
 

@@ -41,7 +41,7 @@ class Fit:
     the teacher's activations, and its weights and those of its projections are searched towards the residual target of
     (b) (not with too few tokens to check a search); (b) the output projection, and (c) every later linear map that ends
     a residual branch, is fitted by ridge regression to the residual target, teacher's stream minus student's, where
-    each token counts as much as the teacher's answer depends on it.
+    each token, and each output of the map, counts as much as the teacher's answer depends on it.
 
     The ridge is relative to each column's energy (`ridge`, where there are too few images to choose); else one image in
     five chooses it, or no change at all. Statistics are float64; memory is one batch and them, and the result
@@ -68,6 +68,7 @@ class Fit:
         with work.opened() as (teacher, own, weights):
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
                 given.report(self.name, done, len(points))
+                # no further than what a search reads is held
                 last = min([own.order[point.node], *(own.cuts.last_use[node] for node in point.reads)])
                 for segments in (teacher, own):
                     segments.advance(passed, last)

@@ -61,7 +61,7 @@ def importance(
     draws: int = DRAWS,
     pieces: int | None = None,
 ) -> Importance:
-    """The weights of every row of every branch of `teacher`, the same whatever the batches and the `pieces` are.
+    """The weights of the rows and outputs of every branch of `teacher`, whatever the batches and the `pieces` are.
 
     One backward pass through the teacher for each of `draws` directions; nothing is trained. Memory: one piece's
     activations for a batch, what stands between the pieces, and a number for each token, which `store` keeps.

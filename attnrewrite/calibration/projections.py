@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from attnrewrite.calibration.branches import varying_nodes
+from attnrewrite.calibration.branches import shape_of, varying_nodes
 from attnrewrite.passes.site_module import Read, SiteModule, read
 
 ROLES = ("query", "key", "value")
@@ -108,8 +108,8 @@ def _traced(module: GraphModule, end: Node, varying: set[Node]) -> _Part | None:
     if len(tokens) != 1:
         return None
     (start,) = tokens
-    batch, *others = _shape(start)
-    same = len(others) == 2 and _shape(end)[:1] == (batch,) and all(_length(node) == batch for node in lengths)
+    batch, *others = shape_of(start)
+    same = len(others) == 2 and shape_of(end)[:1] == (batch,) and all(_length(node) == batch for node in lengths)
     return _Part(start, end, frozenset(found), frozenset(lengths)) if same and start not in found else None
 
 
@@ -168,7 +168,3 @@ def _is_length(node: Node) -> bool:
 
 def _length(node: Node) -> str:
     return str(node.meta["val"])
-
-
-def _shape(node: Node) -> tuple[str, ...]:
-    return tuple(map(str, getattr(node.meta.get("val"), "shape", ())))
