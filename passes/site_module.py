@@ -258,10 +258,15 @@ class SiteModule(nn.Module):
             t if follows and t.shape[1] == self.heads else t.expand(batch, self.heads, -1, -1)
             for t, follows in zip(read_ones, follow, strict=True)
         )
-        if self.core.temperature is not None:
-            temperature = self._joined(Term(self.core.temperature), given, batch, read_all)[:, :, :1, :1]
-            query = query * as_type(temperature, query.dtype)
+        temperature = self.temperature(given, batch, query.dtype)
+        query = query if temperature is None else query * temperature
         return query, key, value, self.bias(given, batch, query.dtype)
+
+    def temperature(self, given: dict[str, Tensor], batch: int, dtype: torch.dtype) -> Tensor | None:
+        """What multiplies the scores, [batch or 1, heads or 1, 1, 1]; `given` are the inputs by their names."""
+        if self.core.temperature is None:
+            return None
+        return as_type(self._joined(Term(self.core.temperature), given, batch, read_all)[:, :, :1, :1], dtype)
 
     def _follows(self) -> tuple[bool, ...]:
         """For query, key and value, whether the tensor follows the batch size."""

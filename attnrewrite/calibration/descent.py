@@ -50,8 +50,8 @@ class Sample:
     give there.
 
     Query, key and value: tokens [B, N, C] where the site projects them itself, else heads [B, H, N, d]. `bias` is as
-    forms read it. wanted [B, N, outputs]; what its tokens count [B, N] and, where they are not all alike, its outputs
-    [outputs].
+    forms read it, and `temperature` what projected queries are multiplied with. wanted [B, N, outputs]; what its tokens
+    count [B, N] and, where they are not all alike, its outputs [outputs].
     """
 
     query: Tensor
@@ -62,6 +62,7 @@ class Sample:
     counts: Tensor
     per_image: int = 1
     outputs: Tensor | None = None
+    temperature: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -69,14 +70,15 @@ class Sample:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of each row: all but the bias, which several may share, and what the outputs count."""
+        """Those of each row: all but bias and temperature, which several may share, and what the outputs count."""
         return self.query, self.key, self.value, self.wanted, self.counts
 
     def rows(self, which: Tensor | slice) -> "Sample":
-        """Some of the rows. A bias of one row is shared by all."""
+        """Some of the rows. A bias or temperature of one row is shared by all."""
+        joined = [id(each) for each in (self.bias, self.temperature)]
 
         def own(part: Tensor | None) -> Tensor | None:
-            if part is None or part is self.outputs or (part is self.bias and len(part) == 1):
+            if part is None or part is self.outputs or (id(part) in joined and len(part) == 1):
                 return part
             return part[which]
 
@@ -135,7 +137,8 @@ def sampled(
         *heads, bias = site.attend_inputs(*given.values())
         both = [(tokens.get(role), own) for role, own in zip(ROLES, heads, strict=True)]
         query, key, value = (own if each is None or len(each) != len(own) else each for each, own in both)
-    return Sample(query, key, value, bias, wanted, counts, len(wanted) // images, outputs)
+    temperature = site.temperature(given, len(query), query.dtype) if query.dim() == 3 else None  # heads have it
+    return Sample(query, key, value, bias, wanted, counts, len(wanted) // images, outputs, temperature)
 
 
 def _projected_tokens(site: SiteModule, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,8 +147,7 @@ def _projected_tokens(site: SiteModule, given: Mapping[str, Tensor]) -> dict[str
     found: dict[str, Tensor] = {}
     for role in ROLES:
         reader = getattr(site, role)
-        projects = isinstance(reader, ProjectedRead | TracedRead) and reader.heads == site.heads
-        if projects and site.core.temperature is None:
+        if isinstance(reader, ProjectedRead | TracedRead) and reader.heads == site.heads:
             place = site.roles[role], reader.layout
             if place not in read:
                 read[place] = reader.tokens(given[site.roles[role]])
@@ -157,8 +159,11 @@ def output(site: SiteModule, sample: Sample) -> Tensor:
     """What the site gives [B, N, outputs], before that is laid out as the graph has it."""
     parts = (sample.query, sample.key, sample.value)
     readers = (getattr(site, role) for role in ROLES)
-    heads = (part if part.dim() == 4 else reader.project(part) for reader, part in zip(readers, parts, strict=True))
-    joined = site.form(*heads, sample.bias).transpose(1, 2).flatten(2)
+    query, key, value = (
+        part if part.dim() == 4 else reader.project(part) for reader, part in zip(readers, parts, strict=True)
+    )
+    query = query if sample.temperature is None else query * sample.temperature
+    joined = site.form(query, key, value, sample.bias).transpose(1, 2).flatten(2)
     return F.linear(joined, site.output.weight, site.output.bias) if isinstance(site.output, ProjectedWrite) else joined
 
 
@@ -235,7 +240,7 @@ class _Stream:
         """
         first: list[int] = []
         whole: dict[int, Tensor] = {}
-        biases: list[tuple[Tensor | None, int]] = []
+        joined: list[tuple[int, Tensor | None, Tensor | None]] = []
         done = 0
         while done < rows:
             if not len(self.batch.wanted):
@@ -248,19 +253,21 @@ class _Stream:
                 whole = {index: part.tensors[index].new_empty(rows, *part.tensors[index].shape[1:]) for index in first}
             for index, together in whole.items():
                 together[done : done + len(part.wanted)] = part.tensors[index]
-            biases.append((part.bias, len(part.wanted)))
+            joined.append((len(part.wanted), part.bias, part.temperature))
             done += len(part.wanted)
         query, key, value, wanted, counts = (whole[index] for index in first)
-        return replace(part, query=query, key=key, value=value, bias=_joined_bias(biases), wanted=wanted, counts=counts)
+        images, *others = zip(*joined, strict=True)
+        bias, temperature = (_of_all(each, images) for each in others)
+        return Sample(query, key, value, bias, wanted, counts, part.per_image, part.outputs, temperature)
 
 
-def _joined_bias(given: list[tuple[Tensor | None, int]]) -> Tensor | None:
-    """The biases of so many images each. One of one row that several share stays as it is."""
-    biases = [bias for bias, _ in given if bias is not None]
-    if not biases:
+def _of_all(parts: Sequence[Tensor | None], images: Sequence[int]) -> Tensor | None:
+    """The biases, or temperatures, of so many `images` each. One of one row that several share stays as it is."""
+    given = [part for part in parts if part is not None]
+    if not given:
         return None
-    shared = any(len(bias) == 1 < images for bias, (_, images) in zip(biases, given, strict=True))
-    return biases[0] if shared else torch.cat(biases)
+    shared = any(len(part) == 1 < own for part, own in zip(given, images, strict=True))
+    return given[0] if shared else torch.cat(given)
 
 
 class _Descent:

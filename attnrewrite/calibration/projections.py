@@ -56,7 +56,7 @@ def with_projections(module: GraphModule, node: Node) -> tuple[SiteModule, tuple
     site = module.get_submodule(str(node.target))
     assert isinstance(site, SiteModule)
     given = dict(zip(site.values, node.args, strict=True))
-    parts = {} if site.core.temperature is not None else _parts(module, node, site)
+    parts = _parts(module, node, site)
     if not parts:
         return site, tuple(given.values())  # type: ignore[arg-type]
     found = copy.copy(site)

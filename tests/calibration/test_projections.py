@@ -17,7 +17,7 @@ from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.projections import TracedRead, with_projections
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput
-from attnrewrite.passes.site_module import SiteModule
+from attnrewrite.passes.site_module import ProjectedRead, SiteModule
 from attnrewrite.variants.registry import get_variant
 
 HEAD_DIM = WIDTH // HEADS
@@ -98,8 +98,26 @@ class Tempered(Between):
         return self.proj((scores.softmax(-1) @ value).transpose(1, 2).reshape(-1, x.shape[1], WIDTH))
 
 
-TRACED: tuple[type[Between], ...] = (Between, Turned, NormedAndTurned, AllNormed)
-LEFT: tuple[type[Between], ...] = (Gated, Folded, Tempered)
+class Heated(Between):
+    """Nothing between but a learned number for each head, which the scores are multiplied with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads(x)
+        weights = torch.softmax(query @ key.mT * self.gate.exp(), -1)
+        return self.proj((weights @ value).transpose(1, 2).reshape(-1, x.shape[1], WIDTH))
+
+
+class HeatedByImage(Heated):
+    """A number for each head and image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads(x)
+        weights = torch.softmax(query @ key.mT * (self.gate + x.mean((1, 2))[:, None, None, None]).exp(), -1)
+        return self.proj((weights @ value).transpose(1, 2).reshape(-1, x.shape[1], WIDTH))
+
+
+TRACED: tuple[type[Between], ...] = (Between, Turned, NormedAndTurned, AllNormed, Tempered, Heated, HeatedByImage)
+LEFT: tuple[type[Between], ...] = (Gated, Folded)
 
 
 def model(attention: Callable[[], nn.Module], shared: bool = False) -> Model:
@@ -123,8 +141,10 @@ def of_sites(found: StageInput) -> list[tuple[SiteModule, tuple[Node, ...]]]:
 def test_what_a_site_reads_of_tokens_gives_what_it_gives_in_its_graph(attention: type[Between]) -> None:
     found = given(attention)
     for branch, (site, nodes) in zip([b for b in branches(found.student) if b.site], of_sites(found), strict=True):
-        assert isinstance(site.query, TracedRead)
-        assert isinstance(site.key, TracedRead)
+        own = issubclass(attention, Heated)  # nothing lies between: the site projects them itself
+        assert isinstance(site.query, ProjectedRead if own else TracedRead)
+        assert isinstance(site.key, ProjectedRead if own else TracedRead)
+        assert (site.core.temperature is not None) == (own or attention is Tempered)
         assert isinstance(site.value, TracedRead) == (attention is AllNormed)
         with Segments(found.student, found.images, found.processes) as student:
             stop = student.order[branch.stream] + 1
