@@ -151,8 +151,9 @@ class Branch:
         return y.movedim(self.axis, -1)
 
     def by_token(self, rows: Tensor) -> Tensor:
-        """A number for each row of a site's map, as [batch, tokens]."""
-        assert self.site is not None
+        """A number for each row of a map of tokens, as [batch, tokens]."""
+        if self.site is None:
+            return rows.reshape(-1, int(self.node.meta["val"].shape[-2]))
         assert isinstance(self.site.output, ProjectedWrite)
         layout = self.site.output.layout
         return rows.reshape(layout.count(layout.batch), layout.count(layout.tokens))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnrewrite.calibration.projections import ROLES, TracedRead
+from attnrewrite.calibration.projections import ROLES, TracedRead, TracedWrite
 from attnrewrite.calibration.recorded import Recorded, recorder_for
 from attnrewrite.calibration.train import Schedule
 from attnrewrite.passes.site_module import ProjectedRead, ProjectedWrite, SiteModule
@@ -50,8 +50,9 @@ class Sample:
     give there.
 
     Query, key and value: tokens [B, N, C] where the site projects them itself, else heads [B, H, N, d]. `bias` is as
-    forms read it, and `temperature` what projected queries are multiplied with. wanted [B, N, outputs]; what its tokens
-    count [B, N] and, where they are not all alike, its outputs [outputs].
+    forms read it, `temperature` what projected queries are multiplied with, and `beside` what else the graph reads
+    between the site and what is wanted. wanted [B, N, outputs]; what its tokens count [B, N] and, where they are not
+    all alike, its outputs [outputs].
     """
 
     query: Tensor
@@ -63,6 +64,7 @@ class Sample:
     per_image: int = 1
     outputs: Tensor | None = None
     temperature: Tensor | None = None
+    beside: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -71,7 +73,8 @@ class Sample:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those of each row: all but bias and temperature, which several may share, and what the outputs count."""
-        return self.query, self.key, self.value, self.wanted, self.counts
+        own = self.query, self.key, self.value, self.wanted, self.counts
+        return own if self.beside is None else (*own, self.beside)
 
     def rows(self, which: Tensor | slice) -> "Sample":
         """Some of the rows. A bias or temperature of one row is shared by all."""
@@ -138,7 +141,8 @@ def sampled(
         both = [(tokens.get(role), own) for role, own in zip(ROLES, heads, strict=True)]
         query, key, value = (own if each is None or len(each) != len(own) else each for each, own in both)
     temperature = site.temperature(given, len(query), query.dtype) if query.dim() == 3 else None  # heads have it
-    return Sample(query, key, value, bias, wanted, counts, len(wanted) // images, outputs, temperature)
+    beside = given[site.output.beside] if isinstance(site.output, TracedWrite) and site.output.beside else None
+    return Sample(query, key, value, bias, wanted, counts, len(wanted) // images, outputs, temperature, beside)
 
 
 def _projected_tokens(site: SiteModule, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -163,7 +167,10 @@ def output(site: SiteModule, sample: Sample) -> Tensor:
         part if part.dim() == 4 else reader.project(part) for reader, part in zip(readers, parts, strict=True)
     )
     query = query if sample.temperature is None else query * sample.temperature
-    joined = site.form(query, key, value, sample.bias).transpose(1, 2).flatten(2)
+    heads = site.form(query, key, value, sample.bias)
+    if isinstance(site.output, TracedWrite):
+        return site.output(heads, *(() if sample.beside is None else (sample.beside,)))  # type: ignore[no-any-return]
+    joined = heads.transpose(1, 2).flatten(2)
     return F.linear(joined, site.output.weight, site.output.bias) if isinstance(site.output, ProjectedWrite) else joined
 
 
@@ -255,10 +262,11 @@ class _Stream:
                 together[done : done + len(part.wanted)] = part.tensors[index]
             joined.append((len(part.wanted), part.bias, part.temperature))
             done += len(part.wanted)
-        query, key, value, wanted, counts = (whole[index] for index in first)
+        query, key, value, wanted, counts, *beside = (whole[index] for index in first)
         images, *others = zip(*joined, strict=True)
         bias, temperature = (_of_all(each, images) for each in others)
-        return Sample(query, key, value, bias, wanted, counts, part.per_image, part.outputs, temperature)
+        own = replace(part, wanted=wanted, counts=counts, beside=beside[0] if beside else None)
+        return replace(own, query=query, key=key, value=value, bias=bias, temperature=temperature)
 
 
 def _of_all(parts: Sequence[Tensor | None], images: Sequence[int]) -> Tensor | None:

@@ -108,7 +108,7 @@ class Fit:
             if self.forms and point.site is not None:
                 samples = _samples(point, teacher, student, weights)
                 copies = student.images.copies
-                site, _ = _searched_site(point, student)
+                site, _, _ = _searched_site(point, student)
                 why = descent.search(site, samples, len(student.images.images) - copies, copies)
             if point.branch is not None:
                 point.branch.change(self.residual_fit(point.branch, teacher, student, weights))
@@ -145,7 +145,7 @@ class Fit:
 def _left_out(points: list[Point]) -> Iterator[str]:
     """What could not be fitted, or not as it should, as sentences."""
     sites = [(index, point) for index, point in enumerate(points) if point.site is not None]
-    loose = [point.name for _, point in sites if point.branch is None]
+    loose = [point.name for _, point in sites if point.branch is None and point.reached is None]
     alone = [point.name for _, point in sites if point.branch is not None and point.alone]
     bare = [point.name for index, point in sites if all(after.alone for after in points[index + 1 : index + 2])]
     if loose:
@@ -183,17 +183,19 @@ def _samples(point: Point, teacher: Segments, student: Segments, weights: Import
         yield student.processes.from_owner(sample, owner).to(student.processes.device)
 
 
-def _searched_site(point: Point, student: Segments) -> tuple[SiteModule, tuple[Node, ...]]:
-    """The site at `point` with its projections, and what that reads; as it stands where `student` is behind that."""
+def _searched_site(point: Point, student: Segments) -> tuple[SiteModule, tuple[Node, ...], Branch | None]:
+    """The site at `point` with its projections, what that reads, and the branch that it is searched for; as it stands
+    where `student` is behind that.
+    """
     assert point.site is not None
     if any(student.cuts.last_use[node] < student.position for node in point.reads):
-        return point.site, tuple(point.node.args)  # type: ignore[arg-type]
-    return with_projections(student.module, point.node)
+        return point.site, tuple(point.node.args), point.branch  # type: ignore[arg-type]
+    return *with_projections(student.module, point.node, point.reached), point.branch or point.reached
 
 
 def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:
-    stream, branch = teacher.node(point.stream.name), point.branch
-    site, given = _searched_site(point, student)
+    site, given, branch = _searched_site(point, student)
+    stream = teacher.node(point.stream.name if branch is None else branch.stream.name)
     needs = set(given)
     if branch is not None:
         needs |= branch.operands if branch.beside is None else {*branch.operands, branch.beside}
@@ -201,24 +203,30 @@ def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Im
     past = teacher.run(teacher.order[stream] + 1, {stream})
     for (index, wanted), (_, values) in zip(past, student.run(stop, needs), strict=True):
         count = student.images.size_of(index)
-        target, counts = _wanted(point, wanted[stream], values, weights, index)
-        outputs = None if branch is None else weights.outputs[branch.node.name].float()
+        if branch is None:
+            target, counts = _heads_wanted(site, wanted[stream])
+            outputs = None
+        else:
+            target, counts = _wanted(branch, wanted[stream], values, weights.of(branch.node.name, index))
+            outputs = weights.outputs[branch.node.name].float()
         yield descent.sampled(site, [values[node] for node in given], target, counts, count, outputs)
 
 
-@torch.no_grad()
-def _wanted(point: Point, stream: Tensor, values: Values, weights: Importance, index: int) -> tuple[Tensor, Tensor]:
-    """What the site at `point` should give beside the student's `values`, where the teacher's stream behind it is
-    `stream`, and what its tokens count, in the batch called `index`. Where no output projection is traced, those are
-    the teacher's heads, and all tokens count alike.
+def _heads_wanted(site: SiteModule, heads: Tensor) -> tuple[Tensor, Tensor]:
+    """What a site should give whose output projection is not traced: the teacher's heads, where all tokens count
+    alike.
     """
-    site, branch = point.site, point.branch
-    assert site is not None
-    if branch is None:
-        assert isinstance(site.output, Write)
-        heads = read(stream, site.output.layout).transpose(1, 2).flatten(2)
-        return heads, heads.new_ones(heads.shape[:2])
-    rows = branch.by_token(weights.of(branch.node.name, index))
+    assert isinstance(site.output, Write)
+    wanted = read(heads, site.output.layout).transpose(1, 2).flatten(2)
+    return wanted, wanted.new_ones(wanted.shape[:2])
+
+
+@torch.no_grad()
+def _wanted(branch: Branch, stream: Tensor, values: Values, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """What the map of `branch` should give beside the student's `values`, where the teacher's stream behind it is
+    `stream` and its `rows` count so much, and what its tokens count.
+    """
+    rows = branch.by_token(rows)
     added = stream if branch.beside is None else stream - values[branch.beside] - branch.shift(rows, values)
     target, reaches = branch.targets(rows, added, values)
     return target, rows.pow(descent.FLATTENED) * reaches

@@ -3,13 +3,14 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration.branches import Branch, branches
-from attnrewrite.calibration.projections import ROLES, with_projections
+from attnrewrite.calibration.projections import ROLES, reaches, with_projections
 from attnrewrite.calibration.segments import rewritten_site
 from attnrewrite.passes.site_module import SiteModule
 
@@ -19,7 +20,8 @@ Undo = Callable[[], None]
 @dataclass(frozen=True)
 class Point:
     """A node of the student that is fitted: a site's form and its `projections`, the map that ends a residual branch,
-    or both at once. A search of the site `reads` the values of these nodes.
+    or both at once. A search of the site `reads` the values of these nodes; where the site has no map of its own, it
+    may be that of the branch that it has `reached`, which is fitted next.
     """
 
     node: Node
@@ -27,6 +29,7 @@ class Point:
     branch: Branch | None
     projections: tuple[nn.Parameter, ...] = ()
     reads: tuple[Node, ...] = ()
+    reached: Branch | None = None
 
     @property
     def site_id(self) -> str | None:
@@ -74,15 +77,21 @@ def fit_points(student: GraphModule) -> list[Point]:
     """Every point to fit, in the order of the graph."""
     ends = {branch.node: branch for branch in branches(student)}
     sites = {node: rewritten_site(student, node) for node in student.graph.nodes}
+    nodes = [node for node, site in sites.items() if site is not None or node in ends]
     return [
-        Point(node, site, ends.get(node), *(() if site is None else _searched(student, node)))
-        for node, site in sites.items()
-        if site is not None or node in ends
+        Point(node, None, ends[node]) if (site := sites[node]) is None else _of_site(student, node, site, ends, after)
+        for node, after in zip_longest(nodes, nodes[1:])
     ]
 
 
-def _searched(student: GraphModule, node: Node) -> tuple[tuple[nn.Parameter, ...], tuple[Node, ...]]:
-    """The weights of the projections that a search changes at `node`, each once, and what it reads."""
-    site, reads = with_projections(student, node)
-    readers = (getattr(site, role) for role in ROLES)
-    return tuple(dict.fromkeys(own for reader in readers for own in reader.parameters())), reads
+def _of_site(student: GraphModule, node: Node, site: SiteModule, ends: dict[Node, Branch], after: Node | None) -> Point:
+    """The point of a site, which `after` is the next of, with the weights of the projections that a search changes,
+    each once, and what it reads.
+    """
+    branch, following = ends.get(node), ends.get(after) if after is not None else None
+    near = branch is None and following is not None and reaches(student, node, following)
+    reached = following if near else None
+    searched, reads = with_projections(student, node, reached)
+    readers = (getattr(searched, role) for role in ROLES)
+    projections = tuple(dict.fromkeys(own for reader in readers for own in reader.parameters()))
+    return Point(node, site, branch, projections, reads, reached)

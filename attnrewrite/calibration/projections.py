@@ -1,9 +1,10 @@
-"""The projections that a site's module does not hold, as something lies between them and the attention (a rotary
-embedding, a normalisation of queries): the graph makes its queries and keys of them, and a search changes them there.
+"""The projections that a site's module does not hold, as something lies between them and the attention: a rotary
+embedding, a normalisation of queries or of the result, a gate. A search goes through that part of the graph, and
+changes the projections of query, key and value there.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from attnrewrite.calibration.branches import shape_of, varying_nodes
-from attnrewrite.passes.site_module import Read, SiteModule, read
+from attnrewrite.calibration.branches import Branch, shape_of, varying_nodes
+from attnrewrite.passes.site_module import Read, SiteModule, Write, read, write
 
 ROLES = ("query", "key", "value")
+
+_MAPS = {torch.ops.aten.linear.default, torch.ops.aten.conv2d.default, torch.ops.aten.matmul.default}
 
 
 class TracedRead(nn.Module):
@@ -39,36 +42,112 @@ class TracedRead(nn.Module):
         return self.project(tensor)
 
 
+class TracedWrite(nn.Module):
+    """The part of a graph that makes what a linear map gives [B, N, outputs] of the heads' outputs, and of the value
+    called `beside`, if it reads another.
+    """
+
+    def __init__(self, own: Write, part: GraphModule, beside: str | None) -> None:
+        super().__init__()
+        self.layout = own.layout
+        self.part = part
+        self.beside = beside
+
+    def forward(self, heads: Tensor, *beside: Tensor) -> Tensor:
+        return self.part(write(heads, self.layout), *beside)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class _Part:
-    """The nodes from a linear map of `tokens` to `end`, with the constants that they read; `lengths` are batches'."""
+    """The nodes from what is made of `inputs`, of which each image has rows of its own, to `end`, with the constants
+    that they read; `lengths` are batches'.
+    """
 
-    tokens: Node
+    inputs: tuple[Node, ...]
     end: Node
     nodes: frozenset[Node]
     lengths: frozenset[Node]
 
+    @property
+    def sound(self) -> bool:
+        """Whether it can be called with other images, and as few as one likes."""
+        batches = {shape_of(node)[:1] for node in (*self.inputs, self.end)}
+        return () not in batches and len(batches | {(_length(node),) for node in self.lengths}) == 1
 
-def with_projections(module: GraphModule, node: Node) -> tuple[SiteModule, tuple[Node, ...]]:
-    """The site of `module` that stands at `node`, with readers of tokens where the graph projects them for it alone,
-    and the nodes whose values that is called with. Its parameters are the module's own.
+
+def with_projections(
+    module: GraphModule, node: Node, reached: Branch | None = None
+) -> tuple[SiteModule, tuple[Node, ...]]:
+    """The site of `module` that stands at `node`, with readers of tokens where the graph projects them for it alone, a
+    writer of what the map of the branch gives that it has `reached`, and the nodes whose values that is called with.
+    Its parameters are the module's own.
     """
     site = module.get_submodule(str(node.target))
     assert isinstance(site, SiteModule)
     given = dict(zip(site.values, node.args, strict=True))
-    parts = _parts(module, node, site)
-    if not parts:
-        return site, tuple(given.values())  # type: ignore[arg-type]
     found = copy.copy(site)
     found._modules = dict(site._modules)
     found.roles = dict(site.roles)
+    parts = _parts(module, node, site)
     inside = frozenset().union(*(part.nodes for part in parts.values()))
     for role, part in parts.items():
-        given[part.tokens.name] = part.tokens
-        found.roles[role] = part.tokens.name
+        (tokens,) = part.inputs
+        given[tokens.name] = tokens
+        found.roles[role] = tokens.name
         setattr(found, role, TracedRead(getattr(site, role), _as_module(module, part, inside), site.heads))
+    way = None if reached is None else _way_out(module, node, reached.node)
+    if way is not None:
+        assert isinstance(site.output, Write)
+        given |= {each.name: each for each in way.inputs[1:]}
+        beside = next((each.name for each in way.inputs[1:]), None)
+        found.output = TracedWrite(site.output, _as_module(module, way), beside)
     found.values = tuple(given)
     return found, tuple(given.values())  # type: ignore[arg-type]
+
+
+def reaches(module: GraphModule, node: Node, branch: Branch) -> bool:
+    """Whether the heads' outputs of the site at `node`, which has no output projection of its own, get to the map of
+    `branch`, and nowhere else.
+    """
+    return branch.site is None and branch.axis == -1 and _way_out(module, node, branch.node) is not None
+
+
+def _way_out(module: GraphModule, node: Node, end: Node) -> _Part | None:
+    """The nodes from the site at `node` to the linear map at `end`, which is the first that it comes to."""
+    found: set[Node] = set()
+    walk = [user for user in node.users if not _is_length(user)]
+    while walk:
+        each = walk.pop()
+        if each in found:
+            continue
+        if not _can_hold(module, each) or (each.target in _MAPS and each is not end):
+            return None
+        found.add(each)
+        walk += [] if each is end else [user for user in each.users if not _is_length(user)]
+    if end not in found or len(shape_of(end)) != 3:
+        return None
+    varying = varying_nodes(module)
+    behind = {operand: None for each in found for operand in each.all_input_nodes if operand not in found}
+    lengths = {operand for operand in behind if operand in varying and _is_length(operand)}
+    beside = [operand for operand in behind if operand in varying - lengths and operand is not node]
+    constants = _constants(module, (operand for operand in behind if operand not in varying))
+    if constants is None or len(beside) > 1:
+        return None
+    part = _Part((node, *beside), end, frozenset(found | constants), frozenset(lengths))
+    return part if part.sound else None
+
+
+def _constants(module: GraphModule, ends: Iterable[Node]) -> set[Node] | None:
+    """`ends`, and what they are made of; None where a part cannot hold them."""
+    found: set[Node] = set()
+    walk = list(ends)
+    while walk:
+        node = walk.pop()
+        if not _can_hold(module, node):
+            return None
+        found.add(node)
+        walk += node.all_input_nodes
+    return found
 
 
 def _parts(module: GraphModule, node: Node, site: SiteModule) -> dict[str, _Part]:
@@ -105,12 +184,10 @@ def _traced(module: GraphModule, end: Node, varying: set[Node]) -> _Part | None:
             tokens.add(behind[0])
             behind = behind[1:]
         walk += behind
-    if len(tokens) != 1:
+    if len(tokens) != 1 or tokens & found or len(shape_of(*tokens)) != 3:
         return None
-    (start,) = tokens
-    batch, *others = shape_of(start)
-    same = len(others) == 2 and shape_of(end)[:1] == (batch,) and all(_length(node) == batch for node in lengths)
-    return _Part(start, end, frozenset(found), frozenset(lengths)) if same and start not in found else None
+    part = _Part(tuple(tokens), end, frozenset(found), frozenset(lengths))
+    return part if part.sound else None
 
 
 def _can_hold(module: GraphModule, node: Node) -> bool:
@@ -120,14 +197,14 @@ def _can_hold(module: GraphModule, node: Node) -> bool:
     return node.op == "call_function"
 
 
-def _as_module(module: GraphModule, part: _Part, inside: frozenset[Node]) -> GraphModule:
-    """`part` as a module of the tokens: matrices that nothing but `inside` reads are the graph's own. Norms and biases
+def _as_module(module: GraphModule, part: _Part, inside: frozenset[Node] = frozenset()) -> GraphModule:
+    """`part` as a module of its inputs: matrices that nothing but `inside` reads are the graph's own. Norms and biases
     are constants: a form's maps follow them, and files store those that are ones or zeros once for many.
     """
     graph = Graph()
-    tokens = graph.placeholder("tokens")
-    made = {part.tokens: tokens}
-    made |= dict.fromkeys(part.lengths, graph.call_function(torch.ops.aten.sym_size.int, (tokens, 0)))
+    made = {node: graph.placeholder(node.name) for node in part.inputs}
+    batch = graph.call_function(torch.ops.aten.sym_size.int, (made[part.inputs[0]], 0))
+    made |= dict.fromkeys(part.lengths, batch)
     stored: dict[str, Tensor] = {}
     constants: dict[Node, Any] = {}
 
