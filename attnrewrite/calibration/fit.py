@@ -11,14 +11,13 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from attnrewrite.calibration import descent
 from attnrewrite.calibration.branches import Branch
 from attnrewrite.calibration.importance import Importance
 from attnrewrite.calibration.points import Point, Undo, fit_points
 from attnrewrite.calibration.processes import Processes
-from attnrewrite.calibration.projections import with_projections
+from attnrewrite.calibration.projections import Searched, TracedWrite, with_projections
 from attnrewrite.calibration.segments import Segments, Values, rewritten_site, site_heads
 from attnrewrite.calibration.stage import Distance, StageInput, StageResult, distance
 from attnrewrite.calibration.workplace import Demand, Workplace, most_tokens
@@ -68,8 +67,7 @@ class Fit:
         with work.opened() as (teacher, own, weights):
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
                 given.report(self.name, done, len(points))
-                # no further than what a search reads is held
-                last = min([own.order[point.node], *(own.cuts.last_use[node] for node in point.reads)])
+                last = own.order[point.begins or point.node]  # what a search changes is not held
                 for segments in (teacher, own):
                     segments.advance(passed, last)
                 passed = own.order[point.stream] + 1
@@ -108,7 +106,7 @@ class Fit:
             if self.forms and point.site is not None:
                 samples = _samples(point, teacher, student, weights)
                 copies = student.images.copies
-                site, _, _ = _searched_site(point, student)
+                site = _searched_site(point, student).site
                 why = descent.search(site, samples, len(student.images.images) - copies, copies)
             if point.branch is not None:
                 point.branch.change(self.residual_fit(point.branch, teacher, student, weights))
@@ -183,33 +181,35 @@ def _samples(point: Point, teacher: Segments, student: Segments, weights: Import
         yield student.processes.from_owner(sample, owner).to(student.processes.device)
 
 
-def _searched_site(point: Point, student: Segments) -> tuple[SiteModule, tuple[Node, ...], Branch | None]:
-    """The site at `point` with its projections, what that reads, and the branch that it is searched for; as it stands
-    where `student` is behind that.
+def _searched_site(point: Point, student: Segments) -> Searched:
+    """The site at `point` with what the graph does for it; as it stands where `student` is behind the beginning of
+    that.
     """
     assert point.site is not None
-    if any(student.cuts.last_use[node] < student.position for node in point.reads):
-        return point.site, tuple(point.node.args), point.branch  # type: ignore[arg-type]
-    return *with_projections(student.module, point.node, point.reached), point.branch or point.reached
+    assert point.begins is not None
+    if student.order[point.begins] < student.position:
+        return Searched(point.site, tuple(point.node.args), point.node)  # type: ignore[arg-type]
+    return with_projections(student.module, point.node, point.reached)
 
 
 def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:
-    site, given, branch = _searched_site(point, student)
+    searched = _searched_site(point, student)
+    branch = point.reached if isinstance(searched.site.output, TracedWrite) else point.branch
     stream = teacher.node(point.stream.name if branch is None else branch.stream.name)
-    needs = set(given)
+    needs = set(searched.reads)
     if branch is not None:
         needs |= branch.operands if branch.beside is None else {*branch.operands, branch.beside}
     stop = 1 + max(map(student.order.__getitem__, needs))
     past = teacher.run(teacher.order[stream] + 1, {stream})
     for (index, wanted), (_, values) in zip(past, student.run(stop, needs), strict=True):
-        count = student.images.size_of(index)
         if branch is None:
-            target, counts = _heads_wanted(site, wanted[stream])
             outputs = None
+            target, counts = _heads_wanted(searched.site, wanted[stream])
         else:
-            target, counts = _wanted(branch, wanted[stream], values, weights.of(branch.node.name, index))
             outputs = weights.outputs[branch.node.name].float()
-        yield descent.sampled(site, [values[node] for node in given], target, counts, count, outputs)
+            target, counts = _wanted(branch, wanted[stream], values, weights.of(branch.node.name, index))
+        read_ones = [values[node] for node in searched.reads]
+        yield descent.sampled(searched.site, read_ones, target, counts, student.images.size_of(index), outputs)
 
 
 def _heads_wanted(site: SiteModule, heads: Tensor) -> tuple[Tensor, Tensor]:

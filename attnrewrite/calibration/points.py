@@ -10,25 +10,25 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration.branches import Branch, branches
-from attnrewrite.calibration.projections import ROLES, reaches, with_projections
+from attnrewrite.calibration.projections import reaches, with_projections
 from attnrewrite.calibration.segments import rewritten_site
-from attnrewrite.passes.site_module import SiteModule
+from attnrewrite.passes.site_module import SiteModule, Write
 
 Undo = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Point:
-    """A node of the student that is fitted: a site's form and its `projections`, the map that ends a residual branch,
-    or both at once. A search of the site `reads` the values of these nodes; where the site has no map of its own, it
-    may be that of the branch that it has `reached`, which is fitted next.
+    """A node of the student that is fitted: a site's form and its `projections`, which change the graph from `begins`
+    on; the map that ends a residual branch; or both at once. A site that has no map of its own may have `reached` that
+    of a branch, which is fitted next.
     """
 
     node: Node
     site: SiteModule | None
     branch: Branch | None
     projections: tuple[nn.Parameter, ...] = ()
-    reads: tuple[Node, ...] = ()
+    begins: Node | None = None
     reached: Branch | None = None
 
     @property
@@ -42,6 +42,16 @@ class Point:
     @property
     def stream(self) -> Node:
         return self.branch.stream if self.branch is not None else self.node
+
+    @property
+    def channels(self) -> int:
+        """Of all heads of a site, where it is known which map reads them; else 0."""
+        if self.site is None:
+            return 0
+        if self.reached is not None and isinstance(self.site.output, Write):
+            layout = self.site.output.layout
+            return layout.count(layout.heads) * layout.count(layout.channels)
+        return 0 if self.branch is None else self.branch.weight.shape[1]
 
     @property
     def alone(self) -> bool:
@@ -85,13 +95,9 @@ def fit_points(student: GraphModule) -> list[Point]:
 
 
 def _of_site(student: GraphModule, node: Node, site: SiteModule, ends: dict[Node, Branch], after: Node | None) -> Point:
-    """The point of a site, which `after` is the next of, with the weights of the projections that a search changes,
-    each once, and what it reads.
-    """
+    """The point of a site, and `after` is the next one's node."""
     branch, following = ends.get(node), ends.get(after) if after is not None else None
     near = branch is None and following is not None and reaches(student, node, following)
     reached = following if near else None
-    searched, reads = with_projections(student, node, reached)
-    readers = (getattr(searched, role) for role in ROLES)
-    projections = tuple(dict.fromkeys(own for reader in readers for own in reader.parameters()))
-    return Point(node, site, branch, projections, reads, reached)
+    searched = with_projections(student, node, reached)
+    return Point(node, site, branch, searched.projections, searched.begins, reached)

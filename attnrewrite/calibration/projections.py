@@ -4,7 +4,8 @@ changes the projections of query, key and value there.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -19,6 +20,10 @@ from attnrewrite.passes.site_module import Read, SiteModule, Write, read, write
 
 ROLES = ("query", "key", "value")
 
+_DIVIDES = {operator.getitem, *(getattr(torch.ops.aten, name).default for name in ("view", "reshape", "permute"))}
+_DIVIDES |= {getattr(torch.ops.aten, name).int for name in ("transpose", "select", "unbind", "unflatten")}
+_DIVIDES |= {torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.chunk.default}
+_DIVIDES |= {torch.ops.aten.slice.Tensor, torch.ops.aten.flatten.using_ints}
 _MAPS = {torch.ops.aten.linear.default, torch.ops.aten.conv2d.default, torch.ops.aten.matmul.default}
 
 
@@ -75,20 +80,34 @@ class _Part:
         return () not in batches and len(batches | {(_length(node),) for node in self.lengths}) == 1
 
 
-def with_projections(
-    module: GraphModule, node: Node, reached: Branch | None = None
-) -> tuple[SiteModule, tuple[Node, ...]]:
-    """The site of `module` that stands at `node`, with readers of tokens where the graph projects them for it alone, a
-    writer of what the map of the branch gives that it has `reached`, and the nodes whose values that is called with.
-    Its parameters are the module's own.
+@dataclass(frozen=True)
+class Searched:
+    """A site with what the graph does for it around it, and the nodes whose values that `reads`, in the order of its
+    `values`; `begins` is the first node whose value changes with its projections.
+    """
+
+    site: SiteModule
+    reads: tuple[Node, ...]
+    begins: Node
+
+    @property
+    def projections(self) -> tuple[nn.Parameter, ...]:
+        """The weights of query, key and value, each once."""
+        readers = (getattr(self.site, role) for role in ROLES)
+        return tuple(dict.fromkeys(own for reader in readers for own in reader.parameters()))
+
+
+def with_projections(module: GraphModule, node: Node, reached: Branch | None = None) -> Searched:
+    """The site of `module` that stands at `node`, with readers of tokens where the graph projects them for it alone,
+    and a writer of what the map of the branch gives that it has `reached`. Its parameters are the module's own.
     """
     site = module.get_submodule(str(node.target))
     assert isinstance(site, SiteModule)
-    given = dict(zip(site.values, node.args, strict=True))
+    given: dict[str, Node] = dict(zip(site.values, node.args, strict=True))  # type: ignore[arg-type]
     found = copy.copy(site)
-    found._modules = dict(site._modules)
-    found.roles = dict(site.roles)
-    parts = _parts(module, node, site)
+    found._modules, found.roles = dict(site._modules), dict(site.roles)
+    varying = varying_nodes(module)
+    parts = _parts(module, node, site, varying)
     inside = frozenset().union(*(part.nodes for part in parts.values()))
     for role, part in parts.items():
         (tokens,) = part.inputs
@@ -97,12 +116,14 @@ def with_projections(
         setattr(found, role, TracedRead(getattr(site, role), _as_module(module, part, inside), site.heads))
     way = None if reached is None else _way_out(module, node, reached.node)
     if way is not None:
-        assert isinstance(site.output, Write)
         given |= {each.name: each for each in way.inputs[1:]}
         beside = next((each.name for each in way.inputs[1:]), None)
+        assert isinstance(site.output, Write)
         found.output = TracedWrite(site.output, _as_module(module, way), beside)
     found.values = tuple(given)
-    return found, tuple(given.values())  # type: ignore[arg-type]
+    changed = inside & varying
+    begins = next(each for each in module.graph.nodes if each is node or each in changed)
+    return Searched(found, tuple(given.values()), begins)
 
 
 def reaches(module: GraphModule, node: Node, branch: Branch) -> bool:
@@ -150,17 +171,52 @@ def _constants(module: GraphModule, ends: Iterable[Node]) -> set[Node] | None:
     return found
 
 
-def _parts(module: GraphModule, node: Node, site: SiteModule) -> dict[str, _Part]:
-    """The parts of the roles that `site` reads as heads; none where anything else reads what lies in them."""
+def _parts(module: GraphModule, node: Node, site: SiteModule, varying: set[Node]) -> dict[str, _Part]:
+    """The parts of the roles that `site` reads as heads; none where anything else reads what a change of their maps
+    changes.
+    """
     roles = [role for role in ROLES if isinstance(getattr(site, role), Read)]
-    if not roles:
-        return {}
-    ends, varying = dict(zip(site.values, node.args, strict=True)), varying_nodes(module)
+    ends = dict(zip(site.values, node.args, strict=True))
     traced = {role: _traced(module, ends[site.roles[role]], varying) for role in roles}  # type: ignore[arg-type]
     parts = {role: part for role, part in traced.items() if part is not None}
-    inside = {node}.union(*(part.nodes | part.lengths for part in parts.values()))
-    read_inside = (user for part in parts.values() for own in part.nodes & varying for user in own.users)
-    return parts if all(user in inside or _is_length(user) for user in read_inside) else {}
+    nodes = {each for part in parts.values() for each in part.nodes & varying}
+    inside = {node}.union(nodes, *(part.lengths for part in parts.values()))
+    reads = [(each, user) for each in nodes for user in each.users if not _is_length(user)]
+    others = [read for read in reads if read[1] not in inside]
+    if not others:
+        return parts
+    places = _places(module, nodes)
+    own = _channels(places, (read for read in reads if read[0] in places and read[1] in inside - places.keys()))
+    theirs = _channels(places, others)
+    return parts if own is not None and theirs is not None and own.isdisjoint(theirs) else {}
+
+
+def _places(module: GraphModule, nodes: Collection[Node]) -> dict[Node, Any]:
+    """Which channel of which of the linear maps among `nodes` stands where, at the maps and at what only moves and
+    divides what they give: a number for each, of one image.
+    """
+    found: dict[Node, Any] = {}
+    begun = 0
+    for node in module.graph.nodes:
+        if node in nodes and node.target is torch.ops.aten.linear.default:
+            _, tokens, channels = node.meta["val"].shape
+            found[node] = torch.arange(begun, begun + channels).expand(1, int(tokens), -1)
+            begun += channels
+        elif node.op == "call_function" and node.target in _DIVIDES and node.args[0] in found:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda own: 1 if _is_length(own) else found[own])
+            found[node] = node.target(*args, **kwargs)
+    return found
+
+
+def _channels(places: dict[Node, Any], reads: Iterable[tuple[Node, Node]]) -> set[int] | None:
+    """The numbers in `places` of what is read, as (node, reader); None where that is not known."""
+    found: set[int] = set()
+    for node, reader in reads:
+        read = places.get(reader, places.get(node))
+        if not isinstance(read, Tensor):
+            return None
+        found.update(read.unique().tolist())
+    return found
 
 
 def _traced(module: GraphModule, end: Node, varying: set[Node]) -> _Part | None:

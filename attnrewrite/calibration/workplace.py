@@ -144,12 +144,8 @@ def _widening(points: Sequence[Point]) -> int:
 
 def most_tokens(student: GraphModule, points: Sequence[Point]) -> int:
     """The most tokens of an image that a site among the points has, or a few more; 0, where there is none."""
-    return max((_widest(student, points) // (4 * width) for width in _widths(points)), default=0)
-
-
-def _widths(points: Sequence[Point]) -> list[int]:
-    """The channels that the sites give."""
-    return [point.branch.weight.shape[1] for point in points if point.branch is not None and point.site is not None]
+    widest = _widest(student, points)
+    return max((widest // (4 * point.channels) for point in points if point.channels), default=0)
 
 
 def _held_bytes(points: Sequence[Point], stream: int, images: int) -> int:
@@ -157,5 +153,11 @@ def _held_bytes(points: Sequence[Point], stream: int, images: int) -> int:
     `stream` bytes.
     """
     solving = [point.branch.solver_bytes for point in points if point.branch is not None]
-    searching = [descent.held_bytes(width, stream // (4 * width), images) for width in _widths(points)]
+    searching = [_searching_bytes(point, stream, images) for point in points if point.channels]
     return sum(point.saved_bytes for point in points) + max(*solving, *searching, 0, 0)
+
+
+def _searching_bytes(point: Point, stream: int, images: int) -> int:
+    """What a search at a site holds, which may read all that the map reads that it has reached."""
+    width = point.channels if point.reached is None else point.reached.weight.shape[1]
+    return descent.held_bytes(width, stream // (4 * point.channels), images)

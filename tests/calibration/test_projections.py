@@ -14,7 +14,7 @@ from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.descent import output, sampled, searched
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.points import fit_points
-from attnrewrite.calibration.projections import TracedRead, with_projections
+from attnrewrite.calibration.projections import Searched, TracedRead, with_projections
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput
 from attnrewrite.passes.site_module import ProjectedRead, SiteModule
@@ -133,8 +133,9 @@ def given(attention: Callable[[], nn.Module], form: str = "l1", shared: bool = F
     return calibration("between", get_variant(form), pictures(300), model=model(attention, shared))
 
 
-def of_sites(found: StageInput) -> list[tuple[SiteModule, tuple[Node, ...]]]:
-    return [with_projections(found.student, point.node) for point in fit_points(found.student) if point.site]
+def of_sites(found: StageInput) -> list[Searched]:
+    points = [point for point in fit_points(found.student) if point.site]
+    return [with_projections(found.student, point.node, point.reached) for point in points]
 
 
 @pytest.mark.parametrize("attention", TRACED)
