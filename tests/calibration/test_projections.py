@@ -14,7 +14,7 @@ from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.descent import output, sampled, searched
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.points import fit_points
-from attnrewrite.calibration.projections import Searched, TracedRead, with_projections
+from attnrewrite.calibration.projections import ROLES, Searched, TracedRead, TracedWrite, with_projections
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput
 from attnrewrite.passes.site_module import ProjectedRead, SiteModule
@@ -116,8 +116,58 @@ class HeatedByImage(Heated):
         return self.proj((weights @ value).transpose(1, 2).reshape(-1, x.shape[1], WIDTH))
 
 
+class Beside(Between):
+    """A perceptron's inner values beside queries, keys and values, out of one map and into one (ViT-22B)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 5 * WIDTH)
+        self.proj = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed, inner = self.qkv(x).split([3 * WIDTH, 2 * WIDTH], -1)
+        heads = packed.reshape(-1, x.shape[1], 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind(0)
+        out = F.scaled_dot_product_attention(*self.between(query, key), value)
+        return self.proj(torch.cat([out.transpose(1, 2).reshape(-1, x.shape[1], WIDTH), F.gelu(inner)], -1))
+
+
+class NormedBehind(Attention):
+    """A normalisation between the heads' outputs and their projection (BEiT-3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.norm(self.attended(x)))
+
+    def attended(self, x: Tensor) -> Tensor:
+        packed = self.qkv(x).reshape(-1, x.shape[1], 3, HEADS, HEAD_DIM)
+        out = F.scaled_dot_product_attention(*packed.permute(2, 0, 3, 1, 4).unbind(0))
+        return out.transpose(1, 2).reshape(-1, x.shape[1], WIDTH)
+
+
+class GatedBehind(NormedBehind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.attended(x) * self.gate(x).sigmoid())
+
+
+class ReadTwice(NormedBehind):
+    """What the heads give is read by another, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.attended(x)
+        return self.proj(self.norm(out)) + out.mean(1, keepdim=True)
+
+
 TRACED: tuple[type[Between], ...] = (Between, Turned, NormedAndTurned, AllNormed, Tempered, Heated, HeatedByImage)
-LEFT: tuple[type[Between], ...] = (Gated, Folded)
+BEHIND: tuple[type[nn.Module], ...] = (Beside, NormedBehind, GatedBehind)
+LEFT: tuple[type[nn.Module], ...] = (Gated, Folded)
 
 
 def model(attention: Callable[[], nn.Module], shared: bool = False) -> Model:
@@ -141,7 +191,8 @@ def of_sites(found: StageInput) -> list[Searched]:
 @pytest.mark.parametrize("attention", TRACED)
 def test_what_a_site_reads_of_tokens_gives_what_it_gives_in_its_graph(attention: type[Between]) -> None:
     found = given(attention)
-    for branch, (site, nodes) in zip([b for b in branches(found.student) if b.site], of_sites(found), strict=True):
+    for branch, around in zip([b for b in branches(found.student) if b.site], of_sites(found), strict=True):
+        site, nodes = around.site, around.reads
         own = issubclass(attention, Heated)  # nothing lies between: the site projects them itself
         assert isinstance(site.query, ProjectedRead if own else TracedRead)
         assert isinstance(site.key, ProjectedRead if own else TracedRead)
@@ -158,21 +209,48 @@ def test_what_a_site_reads_of_tokens_gives_what_it_gives_in_its_graph(attention:
         torch.testing.assert_close(output(site, few), wanted[[3, 1]], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("attention", BEHIND)
+def test_a_site_gives_what_the_map_gives_that_it_reaches(attention: type[nn.Module]) -> None:
+    found = given(attention)
+    points = [point for point in fit_points(found.student) if point.site]
+    assert len(points) == 2
+    for point in points:
+        assert point.branch is None
+        assert point.reached is not None
+        around = with_projections(found.student, point.node, point.reached)
+        assert isinstance(around.site.output, TracedWrite)
+        assert isinstance(around.site.query, TracedRead) == (attention is Beside)
+        with Segments(found.student, found.images, found.processes) as student:
+            end = point.reached.node
+            _, values = next(student.run(student.order[end] + 1, {end, *around.reads}))
+        wanted = values[end]
+        given_ones = [values[node] for node in around.reads]
+        sample = sampled(around.site, given_ones, wanted, wanted[..., 0], len(wanted))
+        torch.testing.assert_close(output(around.site, sample), wanted, rtol=0, atol=1e-5)
+        few = sample.rows(torch.tensor([3, 1]))
+        torch.testing.assert_close(output(around.site, few), wanted[[3, 1]], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("attention", LEFT)
-def test_a_site_whose_projections_are_not_its_own_alone_stays_as_it_is(attention: type[Between]) -> None:
+def test_a_site_whose_projections_are_not_its_own_alone_stays_as_it_is(attention: type[nn.Module]) -> None:
     found = given(attention)
     for point in fit_points(found.student):
         if point.site is not None:
-            site, nodes = with_projections(found.student, point.node)
-            assert site is point.site
-            assert nodes == point.node.args
+            around = with_projections(found.student, point.node)
+            assert [getattr(around.site, role) for role in ROLES] == [getattr(point.site, role) for role in ROLES]
+            assert around.reads == point.node.args
+            assert around.begins is point.node
+
+
+def test_a_site_that_others_read_too_reaches_no_map() -> None:
+    assert [point.reached for point in fit_points(given(ReadTwice).student) if point.site] == [None, None]
 
 
 def test_matrices_that_no_other_site_reads_are_searched() -> None:
     for shared in (False, True):
         found = given(Between, shared=shared)
         names = {id(own): name for name, own in found.student.named_parameters()}
-        changed = [{names[id(own)] for own in searched(site) if id(own) in names} for site, _ in of_sites(found)]
+        changed = [{names[id(own)] for own in searched(around.site) if id(own) in names} for around in of_sites(found)]
         assert [any("qkv" in name for name in each) for each in changed] == [not shared, not shared]
         assert not any("first" in name for each in changed for name in each)
 
@@ -211,19 +289,22 @@ def test_projections_that_the_fit_has_passed_stay_as_they_are() -> None:
     assert changed == [True, False]
 
 
-def as_it_is(module: GraphModule, node: Node) -> tuple[SiteModule, tuple[Node, ...]]:
+def as_it_is(module: GraphModule, node: Node, reached: object = None) -> Searched:
     site = module.get_submodule(str(node.target))
     assert isinstance(site, SiteModule)
-    return site, tuple(node.args)  # type: ignore[arg-type]
+    return Searched(site, tuple(node.args), node)  # type: ignore[arg-type]
 
 
-def test_the_fit_is_closer_with_the_projections_than_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attention", [Between, Beside, NormedBehind])
+def test_the_fit_is_closer_with_the_projections_than_without(
+    attention: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     errors = []
     for alone in (False, True):
         if alone:
             for module in (fit, points):
                 monkeypatch.setattr(module, "with_projections", as_it_is)
-        found = given(Between)
+        found = given(attention)
         Fit().run(found)
         errors.append(error_on_others(found))
     assert errors[0] < errors[1]
