@@ -15,6 +15,7 @@ from attnrewrite.calibration.segments import Attended, Values, rewritten_site
 from attnrewrite.passes.site_module import ProjectedWrite, SiteModule, read, write
 
 SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solve
+DAMPED = 0.1  # of a token's mean gain: what normalisations hide more of is asked for less
 
 _MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
 _MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
@@ -129,6 +130,18 @@ class Branch:
         return self.operands | {self.input}
 
     @property
+    def wants(self) -> frozenset[Node]:
+        """Whose values `wanted` reads."""
+        if self.normalised:
+            return self.operands | {self.node, self.stream}
+        return self.operands if self.beside is None else self.operands | {self.beside}
+
+    @property
+    def normalised(self) -> bool:
+        """Whether a layer normalisation lies on the path, so that what one channel gives changes all others."""
+        return any(_operation(step.node) == "layer_norm" for step in self.path)
+
+    @property
     def input(self) -> Node | Attended:
         """What the map reads, beside its weights."""
         return self.node.args[0] if self.site is None else Attended(self.node)  # type: ignore[return-value]
@@ -174,23 +187,35 @@ class Branch:
         [samples]. Tokens that never reach the stream (padding) count nothing.
         """
         x = self.inputs(values)
-        target, reaches = self.targets(x[..., 0], residual, values)
+        target, reaches = self.changes(x[..., 0], residual, values)
         root = weights.sqrt() * reaches.flatten()
         columns, target = (each.flatten(0, -2) * root.unsqueeze(1) for each in (x, target))
         return columns, target, None if self.bias is None else root
 
-    def targets(self, rows: Tensor, residual: Tensor, values: Values) -> tuple[Tensor, Tensor]:
-        """What y [..., outputs] has to be, or what is to be added to it, for `residual` to be added to the stream, and
-        which tokens reach it; `rows` is a tensor [...] of as many tokens.
+    def wanted(self, rows: Tensor, stream: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+        """What y [..., outputs] has to be for the stream to be `stream`, and which tokens reach it; `rows` is a tensor
+        [...] of as many tokens.
+        """
+        if self.normalised:
+            change, reaches = self.changes(rows, stream - values[self.stream], values)
+            return self.outputs(values[self.node]) + change, reaches
+        added = stream if self.beside is None else stream - values[self.beside] - self.shift(rows, values)
+        return self.changes(rows, added, values)
 
-        The path P only moves and scales, so that P^T P is diagonal: the pseudo-inverse is P^T r / P^T P 1.
+    def changes(self, rows: Tensor, residual: Tensor, values: Values) -> tuple[Tensor, Tensor]:
+        """What is to be added to y [..., outputs] for `residual` to be added to the stream, and which tokens reach it.
+
+        The path P only moves and scales, so that P^T P is diagonal: the pseudo-inverse is P^T r / P^T P 1. A large
+        change of a channel that a layer normalisation hides would be one of all others, by the token's variance: there
+        it is damped (Levenberg 1944).
         """
         with torch.enable_grad():
             ones = rows.new_ones(*rows.shape, self.weight.shape[0]).requires_grad_()
             moved = self.change_of_stream(ones, values)
             (back,) = torch.autograd.grad(moved, ones, residual, retain_graph=True)
             (gain,) = torch.autograd.grad(moved, ones, moved.detach())
-        return back / gain.clamp(min=torch.finfo(gain.dtype).tiny), gain.amax(-1) > 0
+        damping = DAMPED * gain.mean(-1, keepdim=True) if self.normalised else 0.0
+        return back / (gain + damping).clamp(min=torch.finfo(gain.dtype).tiny), gain.amax(-1) > 0
 
     @torch.no_grad()
     def change(self, delta: Tensor) -> None:

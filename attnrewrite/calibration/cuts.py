@@ -30,6 +30,10 @@ class Cuts:
         """The bytes of what is live, for one image."""
         return self._live_bytes[position]
 
+    def elements(self, node: Node) -> int:
+        """The numbers of a node's value, for one image."""
+        return prod(map(_length, node.meta["val"].shape)) // self._images  # type: ignore[no-any-return]
+
     @cached_property
     def _live_bytes(self) -> list[int]:
         """For every position, from the sizes that the graph's values have."""

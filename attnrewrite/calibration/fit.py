@@ -196,9 +196,7 @@ def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Im
     searched = _searched_site(point, student)
     branch = point.reached if isinstance(searched.site.output, TracedWrite) else point.branch
     stream = teacher.node(point.stream.name if branch is None else branch.stream.name)
-    needs = set(searched.reads)
-    if branch is not None:
-        needs |= branch.operands if branch.beside is None else {*branch.operands, branch.beside}
+    needs = {*searched.reads, *(() if branch is None else branch.wants)}
     stop = 1 + max(map(student.order.__getitem__, needs))
     past = teacher.run(teacher.order[stream] + 1, {stream})
     for (index, wanted), (_, values) in zip(past, student.run(stop, needs), strict=True):
@@ -227,8 +225,7 @@ def _wanted(branch: Branch, stream: Tensor, values: Values, rows: Tensor) -> tup
     `stream` and its `rows` count so much, and what its tokens count.
     """
     rows = branch.by_token(rows)
-    added = stream if branch.beside is None else stream - values[branch.beside] - branch.shift(rows, values)
-    target, reaches = branch.targets(rows, added, values)
+    target, reaches = branch.wanted(rows, stream, values)
     return target, rows.pow(descent.FLATTENED) * reaches
 
 

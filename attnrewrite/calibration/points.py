@@ -45,13 +45,19 @@ class Point:
 
     @property
     def channels(self) -> int:
-        """Of all heads of a site, where it is known which map reads them; else 0."""
+        """Of all heads of a site together; 0 where there is none."""
         if self.site is None:
             return 0
-        if self.reached is not None and isinstance(self.site.output, Write):
-            layout = self.site.output.layout
-            return layout.count(layout.heads) * layout.count(layout.channels)
-        return 0 if self.branch is None else self.branch.weight.shape[1]
+        if self.branch is not None:
+            return self.branch.weight.shape[1]
+        assert isinstance(self.site.output, Write), "a site that has an output projection is a branch"
+        layout = self.site.output.layout
+        return layout.count(layout.heads) * layout.count(layout.channels)
+
+    @property
+    def outputs(self) -> int:
+        """The channels that a site gives of a token; 0 where there is none."""
+        return self.channels if self.site is None or self.branch is None else self.branch.weight.shape[0]
 
     @property
     def alone(self) -> bool:

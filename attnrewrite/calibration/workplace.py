@@ -143,9 +143,9 @@ def _widening(points: Sequence[Point]) -> int:
 
 
 def most_tokens(student: GraphModule, points: Sequence[Point]) -> int:
-    """The most tokens of an image that a site among the points has, or a few more; 0, where there is none."""
-    widest = _widest(student, points)
-    return max((widest // (4 * point.channels) for point in points if point.channels), default=0)
+    """The most tokens of an image that a site among the points has; 0, where there is none."""
+    cuts = Cuts(student)
+    return max((cuts.elements(point.node) // point.outputs for point in points if point.site is not None), default=0)
 
 
 def _held_bytes(points: Sequence[Point], stream: int, images: int) -> int:
