@@ -15,7 +15,7 @@ from attnrewrite.calibration.segments import Attended, Values, rewritten_site
 from attnrewrite.passes.site_module import ProjectedWrite, SiteModule, read, write
 
 SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solve
-DAMPED = 0.1  # of a token's mean gain: what normalisations hide more of is asked for less
+LEAST_GAIN = 0.1  # of a token's mean: what a layer normalisation hides more of is taken for as much
 
 _MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
 _MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
@@ -206,16 +206,18 @@ class Branch:
         """What is to be added to y [..., outputs] for `residual` to be added to the stream, and which tokens reach it.
 
         The path P only moves and scales, so that P^T P is diagonal: the pseudo-inverse is P^T r / P^T P 1. A large
-        change of a channel that a layer normalisation hides would be one of all others, by the token's variance: there
-        it is damped (Levenberg 1944).
+        change of a channel that a layer normalisation hides would be one of all others, by the token's variance: such
+        channels are asked for less.
         """
         with torch.enable_grad():
             ones = rows.new_ones(*rows.shape, self.weight.shape[0]).requires_grad_()
             moved = self.change_of_stream(ones, values)
             (back,) = torch.autograd.grad(moved, ones, residual, retain_graph=True)
             (gain,) = torch.autograd.grad(moved, ones, moved.detach())
-        damping = DAMPED * gain.mean(-1, keepdim=True) if self.normalised else 0.0
-        return back / (gain + damping).clamp(min=torch.finfo(gain.dtype).tiny), gain.amax(-1) > 0
+        reaches = gain.amax(-1) > 0
+        if self.normalised:
+            gain = gain.maximum(LEAST_GAIN * gain.mean(-1, keepdim=True))
+        return back / gain.clamp(min=torch.finfo(gain.dtype).tiny), reaches
 
     @torch.no_grad()
     def change(self, delta: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from fits import KINDS, NORMED, WIDTH, Attention, Model, calibration, error_on_others, pictures
 from torch import Tensor, nn
 
+from attnrewrite.calibration import branches as branches_of
 from attnrewrite.calibration import descent, fit
 from attnrewrite.calibration.branches import branches
 from attnrewrite.calibration.descent import NO_CLOSER
@@ -62,6 +63,23 @@ def test_behind_a_layer_normalisation_a_small_change_is_taken_back_but_for_what_
     before = distance(given).error
     Fit(forms=False, ridge=1e-12).run(replace(given, images=Pool(pictures(64), None, (3, 12, 12), 16)))
     assert distance(given).error < 0.03 * before
+
+
+def test_channels_that_a_layer_normalisation_hides_do_not_grow_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = []
+    for damped in (None, branches_of.LEAST_GAIN, 0.0):
+        model = Model(NORMED)
+        with torch.no_grad():
+            for norm in (model.blocks[1].first, model.blocks[1].second):  # of what the first block changed
+                norm.weight[::2] = 1e-4
+        given = calibration(NORMED, get_variant("l1"), pictures(300), model=model)
+        if damped is not None:
+            monkeypatch.setattr(branches_of, "LEAST_GAIN", damped)
+            Fit().run(given)
+        errors.append(error_on_others(given))
+    before, after, spoilt = errors
+    assert after < 0.8 * before
+    assert after < 0.8 * spoilt
 
 
 @pytest.mark.parametrize("kind", [*KINDS, NORMED])
