@@ -9,81 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
 
 from attnrewrite.calibration.segments import Attended, Values, rewritten_site
+from attnrewrite.calibration.way import MOVES, Step, operation_of, shape_of, varying_nodes, way_to_stream
 from attnrewrite.passes.site_module import ProjectedWrite, SiteModule, read, write
 
 SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solve
 LEAST_GAIN = 0.1  # of a token's mean: what a layer normalisation hides more of is taken for as much
 
-_MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
-_MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
 _REGROUPS = {"flatten", "view", "_unsafe_view", "reshape"}
-_NORMS = {
-    "batch_norm": ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
-    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
-}
-
-
-@dataclass(frozen=True)
-class Step:
-    """One operation on the way from a linear map to the stream; `carried` is the operand that comes from the map.
-
-    It moves and scales. A normalisation scales and shifts by what it has stored, or, of a layer, by what it measures of
-    each token as it is now: to first order that is what a change of the token makes, but for its own length.
-    """
-
-    node: Node
-    carried: Node
-
-    @property
-    def operands(self) -> set[Node]:
-        """The nodes whose values `apply` reads, beside what it is given."""
-        own = {operand for operand in self.node.all_input_nodes if operand is not self.carried}
-        return own | {self.carried} if _operation(self.node) == "layer_norm" else own
-
-    @property
-    def shifts(self) -> bool:
-        return _operation(self.node) in _NORMS
-
-    def apply(self, moved: Tensor, values: Values) -> Tensor:
-        """What the operation makes of a change of what it carries."""
-        if self.shifts:
-            return moved * self._scale_and_shift(values)[0]
-        return self._run(moved, values)
-
-    def apply_whole(self, moved: Tensor, values: Values) -> Tensor:
-        """What it makes of a value itself."""
-        if self.shifts:
-            scale, shift = self._scale_and_shift(values)
-            return moved * scale + shift
-        return self._run(moved, values)
-
-    def _run(self, moved: Tensor, values: Values) -> Tensor:
-        args, kwargs = self._arguments({**values, self.carried: moved})
-        target: Any = self.node.target
-        return target(*args, **kwargs)
-
-    def _arguments(self, values: Values) -> Any:
-        def value(argument: Any) -> Any:
-            return values[argument] if isinstance(argument, Node) else argument
-
-        return map_aggregate(self.node.args, value), map_aggregate(self.node.kwargs, value)
-
-    @torch.no_grad()
-    def _scale_and_shift(self, values: Values) -> tuple[Tensor, Tensor]:
-        args, kwargs = self._arguments({self.carried: None, **values})
-        kind = _operation(self.node)
-        given = {"weight": None, "bias": None, "eps": 1e-5} | dict(zip(_NORMS[kind], args, strict=False)) | kwargs
-        if kind == "layer_norm":
-            variance, mean = torch.var_mean(given["input"], -1, correction=0, keepdim=True)
-        else:
-            channels = (-1, *[1] * (len(shape_of(self.node)) - 2))  # of [B, C, ...]
-            given |= {name: part.reshape(channels) for name, part in given.items() if isinstance(part, Tensor)}
-            variance, mean = given["running_var"], given["running_mean"]
-        scale = (variance + given["eps"]).rsqrt() * (1.0 if given["weight"] is None else given["weight"])
-        return scale, (0.0 if given["bias"] is None else given["bias"]) - mean * scale
 
 
 @dataclass(frozen=True)
@@ -139,7 +73,7 @@ class Branch:
     @property
     def normalised(self) -> bool:
         """Whether a layer normalisation lies on the path, so that what one channel gives changes all others."""
-        return any(_operation(step.node) == "layer_norm" for step in self.path)
+        return any(operation_of(step.node) == "layer_norm" for step in self.path)
 
     @property
     def input(self) -> Node | Attended:
@@ -278,11 +212,11 @@ def branches(module: GraphModule) -> Iterator[Branch]:
         begun = begun or site is not None
         if site is not None and isinstance(site.output, ProjectedWrite):
             own = site.output
-            yield _with_bias(Branch(node, *_way_to_stream(node, varying), own.weight, own.bias, site), module)
+            yield _with_bias(Branch(node, *way_to_stream(node, varying), own.weight, own.bias, site), module)
         elif begun and (tensors := _map_parameters(module, node)):
-            path, stream, beside = _way_to_stream(node, varying)
+            path, stream, beside = way_to_stream(node, varying)
             if beside is not None:
-                axis = -1 if _operation(node) == "linear" else 1
+                axis = -1 if operation_of(node) == "linear" else 1
                 yield _with_bias(Branch(node, path, stream, beside, *tensors, None, axis), module)
 
 
@@ -303,21 +237,12 @@ def _norm_behind(branch: Branch) -> Node | None:
     outputs = str(branch.weight.shape[0])
     for step in branch.path:
         given = shape_of(step.carried)
-        if _operation(step.node) == "batch_norm":
+        if operation_of(step.node) == "batch_norm":
             return step.node if branch.axis == 1 or (len(given) == 2 and given[1] == outputs) else None
-        regroups = _operation(step.node) in _REGROUPS and given[-1:] == shape_of(step.node)[-1:] == (outputs,)
+        regroups = operation_of(step.node) in _REGROUPS and given[-1:] == shape_of(step.node)[-1:] == (outputs,)
         if branch.axis == 1 or not regroups:
             return None
     return None
-
-
-def varying_nodes(module: GraphModule) -> set[Node]:
-    """The nodes that depend on an input of the graph."""
-    found: set[Node] = set()
-    for node in module.graph.nodes:
-        if node.op == "placeholder" or any(operand in found for operand in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _map_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None] | None:
@@ -325,12 +250,12 @@ def _map_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | N
     as of ONNX's [inputs, outputs], so that no cut lies between. No bias where it has none of its own: files store
     biases of zeros once for all.
     """
-    if _operation(node) not in {"linear", "conv2d"}:
+    if operation_of(node) not in {"linear", "conv2d"}:
         return None
     views = set(takewhile(_moves_alone, _backwards(node.prev)))
     weight = _parameter(module, node.args[1], views)
     bias = _parameter(module, node.args[2], views) if len(node.args) > 2 else None
-    if weight is None or (_operation(node) == "conv2d" and not _one_pixel(node, weight)):
+    if weight is None or (operation_of(node) == "conv2d" and not _one_pixel(node, weight)):
         return None
     return weight, bias
 
@@ -355,7 +280,7 @@ def _view(whole: Tensor, made: Tensor) -> Tensor | None:
 
 def _moves_alone(node: Node) -> bool:
     """Whether one value alone is moved; where that makes a copy, `_view` says so."""
-    return _operation(node) in _MOVES and len(node.all_input_nodes) == 1 and not node.kwargs
+    return operation_of(node) in MOVES and len(node.all_input_nodes) == 1 and not node.kwargs
 
 
 def _backwards(node: Node) -> Iterator[Node]:
@@ -369,51 +294,3 @@ def _one_pixel(node: Node, weight: Tensor) -> bool:
     options = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False))
     whole = options.get("padding", [0]) in ([0], [0, 0]) and options.get("stride", [1]) in ([1], [1, 1])
     return list(weight.shape[2:]) == [1, 1] and whole and options.get("groups", 1) in (1,)
-
-
-def _way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], Node, Node | None]:
-    """The steps from `node` to the addition that takes it into the stream, that addition, and what it is added to; no
-    steps, `node` and None where there is none.
-    """
-    path: list[Step] = []
-    current = node
-    while (following := _reader(current)) is not None:
-        operands = [operand for operand in following.all_input_nodes if operand is not current]
-        kind = _operation(following)
-        if list(following.args).count(current) != 1:
-            break
-        if kind == "add" and not following.kwargs and any(operand in varying for operand in operands):
-            if shape_of(following) != shape_of(current):  # one row for several tokens of the stream
-                break
-            return tuple(path), following, operands[0]
-        first, settled = following.args[0] is current, not any(operand in varying for operand in operands)
-        scales = kind == "mul" or (first and _is_settled_norm(following))
-        if not ((scales and settled) or (kind in _MOVES and first)):
-            break
-        path.append(Step(following, current))
-        current = following
-    return (), node, None
-
-
-def _is_settled_norm(node: Node) -> bool:
-    """Whether a normalisation's scales are stored, or are of each token [..., C] by itself."""
-    if _operation(node) == "layer_norm":
-        return len(node.args[1]) == 1  # type: ignore[arg-type]
-    return _operation(node) == "batch_norm" and not node.args[5]
-
-
-def _reader(node: Node) -> Node | None:
-    """The one operation that reads more than a length of `node`; None where there are none, or several."""
-    readers = [user for user in node.users if _operation(user) != "sym_size"]
-    return readers[0] if len(readers) == 1 else None
-
-
-def shape_of(node: Node) -> tuple[str, ...]:
-    """The lengths of a node's value, as text, so that open ones compare; empty where it is no tensor."""
-    return tuple(map(str, getattr(node.meta.get("val"), "shape", ())))
-
-
-def _operation(node: Node) -> str:
-    """The name of the aten operation, without its overload; empty where the node calls none."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else ""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from attnrewrite.calibration.branches import shape_of, varying_nodes
+from attnrewrite.calibration.way import shape_of, varying_nodes
 
 _LINEAR = torch.ops.aten.linear.default
 _MAPS = {_LINEAR, torch.ops.aten.conv2d.default, torch.ops.aten.matmul.default}

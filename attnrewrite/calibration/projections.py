@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from attnrewrite.calibration.branches import Branch, varying_nodes
+from attnrewrite.calibration.branches import Branch
 from attnrewrite.calibration.parts import Part, back_from, on_to, read_apart
+from attnrewrite.calibration.way import varying_nodes
 from attnrewrite.passes.site_module import Read, SiteModule, Write, read, write
 
 ROLES = ("query", "key", "value")
