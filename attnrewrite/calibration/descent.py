@@ -169,7 +169,7 @@ def output(site: SiteModule, sample: Sample) -> Tensor:
     query = query if sample.temperature is None else query * sample.temperature
     heads = site.form(query, key, value, sample.bias)
     if isinstance(site.output, TracedWrite):
-        return site.output(heads, *(() if sample.beside is None else (sample.beside,)))  # type: ignore[no-any-return]
+        return site.output(heads, sample.beside)  # type: ignore[no-any-return]
     joined = heads.transpose(1, 2).flatten(2)
     return F.linear(joined, site.output.weight, site.output.bias) if isinstance(site.output, ProjectedWrite) else joined
 

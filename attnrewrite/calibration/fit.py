@@ -67,7 +67,7 @@ class Fit:
         with work.opened() as (teacher, own, weights):
             for done, (point, following) in enumerate(zip_longest(points, points[1:])):
                 given.report(self.name, done, len(points))
-                last = own.order[point.begins or point.node]  # what a search changes is not held
+                last = own.order[point.begins]  # what a search changes is not held
                 for segments in (teacher, own):
                     segments.advance(passed, last)
                 passed = own.order[point.stream] + 1
@@ -186,7 +186,6 @@ def _searched_site(point: Point, student: Segments) -> Searched:
     that.
     """
     assert point.site is not None
-    assert point.begins is not None
     if student.order[point.begins] < student.position:
         return Searched(point.site, tuple(point.node.args), point.node)  # type: ignore[arg-type]
     return with_projections(student.module, point.node, point.reached)

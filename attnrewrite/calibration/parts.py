@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from attnrewrite.calibration.way import shape_of, varying_nodes
+from attnrewrite.calibration.way import operation_of, shape_of, varying_nodes
 
-_LINEAR = torch.ops.aten.linear.default
-_MAPS = {_LINEAR, torch.ops.aten.conv2d.default, torch.ops.aten.matmul.default}
-_MOVES = {operator.getitem, *(getattr(torch.ops.aten, name).default for name in ("view", "reshape", "permute"))}
-_MOVES |= {getattr(torch.ops.aten, name).int for name in ("transpose", "select", "unbind", "unflatten")}
-_MOVES |= {torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.chunk.default}
-_MOVES |= {torch.ops.aten.slice.Tensor, torch.ops.aten.flatten.using_ints}
+_MAPS = {"linear", "conv2d", "matmul"}
+_DIVIDES = {"view", "reshape", "flatten", "unflatten", "permute", "transpose"}  # or moves
+_DIVIDES |= {"select", "slice", "unbind", "chunk", "split", "split_with_sizes"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def back_from(module: GraphModule, end: Node, varying: Collection[Node]) -> Part
             continue
         found.add(node)
         behind = node.all_input_nodes
-        if node in varying and node.target is _LINEAR:
+        if node in varying and operation_of(node) == "linear":
             tokens.add(behind[0])
             behind = behind[1:]
         walk += behind
@@ -112,7 +109,7 @@ def on_to(module: GraphModule, start: Node, end: Node) -> Part | None:
         node = walk.pop()
         if node in found or is_length(node):
             continue
-        if not _can_hold(module, node) or (node.target in _MAPS and node is not end):
+        if not _can_hold(module, node) or (operation_of(node) in _MAPS and node is not end):
             return None
         found.add(node)
         walk += [] if node is end else node.users
@@ -157,14 +154,19 @@ def _places(module: GraphModule, nodes: Collection[Node]) -> dict[Node, Any]:
     found: dict[Node, Any] = {}
     begun = 0
     for node in module.graph.nodes:
-        if node in nodes and node.target is _LINEAR:
+        if node in nodes and operation_of(node) == "linear":
             _, tokens, channels = node.meta["val"].shape
             found[node] = torch.arange(begun, begun + channels).expand(1, int(tokens), -1)
             begun += channels
-        elif node.target in _MOVES and node.args[0] in found:
+        elif _divides(node) and node.args[0] in found:
             args, kwargs = map_arg((node.args, node.kwargs), lambda own: 1 if is_length(own) else found[own])
             found[node] = node.target(*args, **kwargs)
     return found
+
+
+def _divides(node: Node) -> bool:
+    """Whether what it gives are parts of its first operand, or all of that in other places."""
+    return node.target is operator.getitem or operation_of(node) in _DIVIDES
 
 
 def _channels(places: dict[Node, Any], reads: Iterable[tuple[Node, Node]]) -> set[int] | None:

@@ -27,8 +27,8 @@ class Point:
     node: Node
     site: SiteModule | None
     branch: Branch | None
+    begins: Node
     projections: tuple[nn.Parameter, ...] = ()
-    begins: Node | None = None
     reached: Branch | None = None
 
     @property
@@ -95,7 +95,9 @@ def fit_points(student: GraphModule) -> list[Point]:
     sites = {node: rewritten_site(student, node) for node in student.graph.nodes}
     nodes = [node for node, site in sites.items() if site is not None or node in ends]
     return [
-        Point(node, None, ends[node]) if (site := sites[node]) is None else _of_site(student, node, site, ends, after)
+        Point(node, None, ends[node], node)
+        if (site := sites[node]) is None
+        else _of_site(student, node, site, ends, after)
         for node, after in zip_longest(nodes, nodes[1:])
     ]
 
@@ -106,4 +108,4 @@ def _of_site(student: GraphModule, node: Node, site: SiteModule, ends: dict[Node
     near = branch is None and following is not None and reaches(student, node, following)
     reached = following if near else None
     searched = with_projections(student, node, reached)
-    return Point(node, site, branch, searched.projections, searched.begins, reached)
+    return Point(node, site, branch, searched.begins, searched.projections, reached)

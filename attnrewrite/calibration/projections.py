@@ -49,8 +49,9 @@ class TracedWrite(nn.Module):
         self.part = part
         self.beside = beside
 
-    def forward(self, heads: Tensor, *beside: Tensor) -> Tensor:
-        return self.part(write(heads, self.layout), *beside)  # type: ignore[no-any-return]
+    def forward(self, heads: Tensor, beside: Tensor | None = None) -> Tensor:
+        others = () if beside is None else (beside,)
+        return self.part(write(heads, self.layout), *others)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""The way from a linear map to the residual stream: operations that move and scale, one after the other."""
+"""The way from a linear map to the residual stream, of operations that move and scale; and what is read of a graph's
+nodes to follow it.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -67,14 +67,14 @@ def test_behind_a_layer_normalisation_a_small_change_is_taken_back_but_for_what_
 
 def test_channels_that_a_layer_normalisation_hides_do_not_grow_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = []
-    for damped in (None, branches_of.LEAST_GAIN, 0.0):
+    for least in (None, branches_of.LEAST_GAIN, 0.0):
         model = Model(NORMED)
         with torch.no_grad():
             for norm in (model.blocks[1].first, model.blocks[1].second):  # of what the first block changed
                 norm.weight[::2] = 1e-4
         given = calibration(NORMED, get_variant("l1"), pictures(300), model=model)
-        if damped is not None:
-            monkeypatch.setattr(branches_of, "LEAST_GAIN", damped)
+        if least is not None:
+            monkeypatch.setattr(branches_of, "LEAST_GAIN", least)
             Fit().run(given)
         errors.append(error_on_others(given))
     before, after, spoilt = errors
