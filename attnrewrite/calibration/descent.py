@@ -42,6 +42,7 @@ INTERMEDIATE = 24  # times as much is held of a step
 # why a site's weights stay as they were
 TOO_FEW = "weights are not searched, as that takes more images"
 NO_CLOSER = "weights were searched and are left, as they came no closer on other images"
+UNTRACED = "projections of {} are not searched, as they serve others, too, or are not followed in the graph"
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,8 @@ def search(site: SiteModule, samples: Iterable[Sample], images: int, copies: int
     """Change the weights of the site's form and projections so that it gives what is wanted, by Adam on `samples`,
     which are of so many `images` and `copies` of them; the output projection, which has a closed form, stays.
 
-    Where that is no closer on the last of them, which are kept apart, all is left as it was, and the reason returned:
-    TOO_FEW or NO_CLOSER. The result does not depend on how the samples come in batches.
+    Returns why weights stay as they were: TOO_FEW or NO_CLOSER (on the last images, which are kept apart), where all
+    do, or UNTRACED. The result does not depend on how the samples come in batches.
     """
     if not searched(site):
         return None
@@ -204,7 +205,8 @@ def search(site: SiteModule, samples: Iterable[Sample], images: int, copies: int
     with torch.no_grad():
         for parameter, better in zip(searched(site), searched(found), strict=True):
             parameter.copy_(better)
-    return None
+    heads = [role for role in _searched_roles(site) if getattr(check, role).dim() == 4]
+    return UNTRACED.format(" and ".join(heads)) if heads else None
 
 
 def _times(images: int, tokens: int) -> float:
@@ -216,14 +218,21 @@ def searched(site: SiteModule) -> list[nn.Parameter]:
     """The weights that a search changes: those of the roles that all parts of the form name, and the form's own; no
     linear map of a form's result.
     """
-    forms = [part for part in site.form.modules() if isinstance(part, Form)]
-    roles = [role for role in ROLES if all(role in form.searched for form in forms)]
+    roles = _searched_roles(site)
     if not roles:
         return []
-    closed = {own for form in forms for name in form.maps_after for own in form.get_submodule(name).parameters()}
+    closed = {own for form in _forms(site) for name in form.maps_after for own in form.get_submodule(name).parameters()}
     parts = *(getattr(site, role) for role in roles), site.form
     own = dict.fromkeys(parameter for part in parts for parameter in part.parameters())  # query and key may share one
     return [parameter for parameter in own if parameter not in closed]
+
+
+def _searched_roles(site: SiteModule) -> list[str]:
+    return [role for role in ROLES if all(role in form.searched for form in _forms(site))]
+
+
+def _forms(site: SiteModule) -> list[Form]:
+    return [part for part in site.form.modules() if isinstance(part, Form)]
 
 
 def held_bytes(width: int, tokens: int, images: int) -> int:

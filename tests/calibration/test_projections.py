@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration import fit, points
 from attnrewrite.calibration.branches import branches
-from attnrewrite.calibration.descent import output, sampled, searched
+from attnrewrite.calibration.descent import UNTRACED, output, sampled, searched
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.points import fit_points
 from attnrewrite.calibration.projections import ROLES, Searched, TracedRead, TracedWrite, with_projections
@@ -279,7 +279,7 @@ def test_projections_that_the_fit_has_passed_stay_as_they_are() -> None:
     names = {id(own): name for name, own in found.student.named_parameters()}
     before = {name: tensor.clone() for name, tensor in found.student.state_dict().items()}
     first, second = (point for point in fit_points(found.student) if point.site is not None)
-    Fit().run(found)
+    notes = Fit().run(found).notes
     state = found.student.state_dict()
     changed = [
         any(not torch.equal(state[names[id(own)]], before[names[id(own)]]) for own in point.projections)
@@ -287,6 +287,16 @@ def test_projections_that_the_fit_has_passed_stay_as_they_are() -> None:
     ]
     assert all(point.projections for point in (first, second))
     assert changed == [True, False]
+    assert notes == (f"{UNTRACED.format('query and key and value')}: {second.name}",)
+
+
+@pytest.mark.parametrize(
+    ("attention", "told"), [(Between, []), *((attention, ["query and key"]) for attention in LEFT)]
+)
+def test_projections_that_are_not_searched_are_named(attention: type[nn.Module], told: list[str]) -> None:
+    found = given(attention)
+    sites = ", ".join(point.name for point in fit_points(found.student) if point.site)
+    assert Fit().run(found).notes == tuple(f"{UNTRACED.format(roles)}: {sites}" for roles in told)
 
 
 def as_it_is(module: GraphModule, node: Node, reached: object = None) -> Searched:
