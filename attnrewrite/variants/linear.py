@@ -10,6 +10,7 @@ from attnrewrite.variants.parts.exact_prefix import ExactPrefix
 from attnrewrite.variants.parts.local_branch import LocalBranch
 from attnrewrite.variants.parts.tensors import image_grid, prefix_queries, score_scale
 from attnrewrite.variants.parts.value_mean import ValueMean
+from attnrewrite.variants.softmax import Softmax
 
 DROPPABLE = {
     "constant": Refusal("constant-bias", "adds a constant bias to its scores"),
@@ -21,7 +22,9 @@ DROPPABLE = {
 class LinearVariant(Variant):
     """A form of O(N) cost. Subclasses give `form` (the bare form), `form_multiplies` and, where needed, `refuse_form`.
 
-    exact_prefix: class and register tokens keep exact softmax rows, where there are such tokens.
+    exact_prefix: class and register tokens keep exact softmax rows, where there are such tokens; so does a query that
+    is alone, as where a class token attends to all others: it has no others that a form could take means over, and
+    softmax costs no more.
     local: a depthwise 3x3 branch on the value beside the form.
     approximate: stand at a site whose scores carry a bias, and leave the bias out.
     grid: what the tokens are where the graph does not tell, such as 14x14+1 (one token before the image).
@@ -71,7 +74,7 @@ class LinearVariant(Variant):
 
     def _refuse_bias(self, site: AttentionSite) -> Refusal | None:
         """Where the scores carry what the form neither honours nor may leave out."""
-        if site.bias == "none" or self._weighs_keys(site):
+        if site.bias == "none" or self._weighs_keys(site) or self._all_exact(site):
             return None
         if site.bias == "input":
             unweighed = as_refusal(self.no_key_bias)
@@ -84,6 +87,8 @@ class LinearVariant(Variant):
         return Refusal(added.code, f"{added}; approximate=true {self.approximation}")
 
     def note(self, site: AttentionSite) -> str | None:
+        if self._all_exact(site):
+            return "its only query keeps softmax, which costs no more"
         left_out = site.bias != "none" and not self._weighs_keys(site)
         return f"the {site.bias} bias on the scores is left out" if left_out else None
 
@@ -93,6 +98,8 @@ class LinearVariant(Variant):
 
     def build(self, site: AttentionSite) -> Form:
         site = self._told(site)
+        if self._all_exact(site):
+            return Softmax().build(site)
         form, start = self.form(site), self.value_mean(site)
         grid, prefix, scale = image_grid(site), self.exact_rows(site), score_scale(site)
         if self.local and grid:
@@ -103,6 +110,8 @@ class LinearVariant(Variant):
 
     def multiplies(self, site: AttentionSite) -> int:
         site = self._told(site)
+        if self._all_exact(site):
+            return Softmax().multiplies(site)
         exact = self.exact_rows(site) * site.n_keys * (site.head_dim + site.value_dim)
         near = 9 * site.n_queries * site.value_dim if self.local else 0
         return site.windows * (self.form_multiplies(site) + site.heads * (exact + near))
@@ -125,4 +134,9 @@ class LinearVariant(Variant):
 
     def exact_rows(self, site: AttentionSite) -> int:
         """How many of the site's queries keep softmax."""
-        return prefix_queries(site) if self.exact_prefix else 0
+        if not self.exact_prefix:
+            return 0
+        return 1 if site.n_queries == 1 else prefix_queries(site)
+
+    def _all_exact(self, site: AttentionSite) -> bool:
+        return self.exact_rows(site) == site.n_queries == 1
