@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attnrewrite.errors import Refusal
+from attnrewrite.errors import InputError, Refusal
 from attnrewrite.site import AttentionSite, Grid
 from attnrewrite.variants.base import Form, Variant, as_refusal, refuse_unless_plain
+from attnrewrite.variants.parts.bias_factors import MOST_PAIRS, BiasFactors
 from attnrewrite.variants.parts.exact_prefix import ExactPrefix
 from attnrewrite.variants.parts.local_branch import LocalBranch
 from attnrewrite.variants.parts.tensors import image_grid, prefix_queries, score_scale
@@ -26,20 +27,24 @@ class LinearVariant(Variant):
     is alone, as where a class token attends to all others: it has no others that a form could take means over, and
     softmax costs no more.
     local: a depthwise 3x3 branch on the value beside the form.
-    approximate: stand at a site whose scores carry a bias, and leave the bias out.
+    approximate: stand at a site whose scores carry a bias, though no form of O(N) cost can add it to them.
+    bias_rank: of the factors by which calibration then keeps what the bias does on average; 0 leaves it out.
     grid: what the tokens are where the graph does not tell, such as 14x14+1 (one token before the image).
     """
 
     exact_prefix: bool = True
     local: bool = False
     approximate: bool = False
+    bias_rank: int = 8
     grid: str | None = None
 
-    approximation: ClassVar[str] = "leaves it out"
+    approximation: ClassVar[str] = "keeps a part of it"
     # The form's refusal of a mask on the keys; None where it weighs keys (parts.key_masks.key_weights)
     no_key_bias: ClassVar[Refusal | None] = Refusal("keys-not-weighed", "has no weights for its keys")
 
     def __post_init__(self) -> None:
+        if self.bias_rank < 0:
+            raise InputError(f"{self.name}: bias_rank={self.bias_rank} must be at least 1, or 0 to leave a bias out")
         if self.grid is not None:
             Grid.parse(self.grid)
 
@@ -89,8 +94,10 @@ class LinearVariant(Variant):
     def note(self, site: AttentionSite) -> str | None:
         if self._all_exact(site):
             return "its only query keeps softmax, which costs no more"
-        left_out = site.bias != "none" and not self._weighs_keys(site)
-        return f"the {site.bias} bias on the scores is left out" if left_out else None
+        if site.bias == "none" or self._weighs_keys(site):
+            return None
+        bias, rank = f"the {site.bias} bias on the scores", self.factors(site)
+        return f"of {bias} calibration keeps factors of rank {rank}" if rank else f"{bias} is left out"
 
     def _weighs_keys(self, site: AttentionSite) -> bool:
         """Whether the bias is one that the form honours: of the keys alone."""
@@ -106,6 +113,8 @@ class LinearVariant(Variant):
             form = LocalBranch(form, grid, site.heads, site.value_dim, scale, *(start or ()))
         elif start is not None:
             form = ValueMean(form, site.heads, site.value_dim, scale, prefix, *start)
+        if rank := self.factors(site):
+            form = BiasFactors(form, site.heads, site.n_queries, site.n_keys, rank, scale, prefix)
         return ExactPrefix(form, prefix, scale) if prefix else form
 
     def multiplies(self, site: AttentionSite) -> int:
@@ -114,7 +123,8 @@ class LinearVariant(Variant):
             return Softmax().multiplies(site)
         exact = self.exact_rows(site) * site.n_keys * (site.head_dim + site.value_dim)
         near = 9 * site.n_queries * site.value_dim if self.local else 0
-        return site.windows * (self.form_multiplies(site) + site.heads * (exact + near))
+        mixed = self.factors(site) * (site.n_queries + site.n_keys) * site.value_dim
+        return site.windows * (self.form_multiplies(site) + site.heads * (exact + near + mixed))
 
     def _told(self, site: AttentionSite) -> AttentionSite:
         """The site, on the grid that was told where none is seen."""
@@ -137,6 +147,13 @@ class LinearVariant(Variant):
         if not self.exact_prefix:
             return 0
         return 1 if site.n_queries == 1 else prefix_queries(site)
+
+    def factors(self, site: AttentionSite) -> int:
+        """The rank of what stands for the site's bias (BiasFactors); 0 where nothing does."""
+        queries, keys = site.n_queries, site.n_keys
+        if site.bias == "none" or self._weighs_keys(site) or queries * keys > MOST_PAIRS:
+            return 0
+        return min(self.bias_rank, queries, keys)
 
     def _all_exact(self, site: AttentionSite) -> bool:
         return self.exact_rows(site) == site.n_queries == 1

@@ -267,7 +267,7 @@ class Masked(LinearVariant):
 
     heads: which heads are masked: all, a list, a count (those that lose least), paper-search (locality scores) or
     error (those whose output changes by less than `tolerance` of its energy). Prefix tokens are exact as published.
-    approximate keeps a bias between neighbours and leaves out the rest.
+    approximate keeps a bias between neighbours and leaves out the rest, whatever `bias_rank` says.
     """
 
     size: int = DEFAULT
@@ -308,6 +308,9 @@ class Masked(LinearVariant):
         return "; ".join(said) or None
 
     def exact_rows(self, site: AttentionSite) -> int:
+        return 0
+
+    def factors(self, site: AttentionSite) -> int:
         return 0
 
     def form(self, site: AttentionSite) -> Form:

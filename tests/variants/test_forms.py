@@ -93,7 +93,8 @@ def test_a_query_that_is_alone_keeps_softmax_bias_included(name: str) -> None:
     assert variant.multiplies(site) == Softmax().multiplies(site)
     assert "only query keeps softmax" in (variant.note(site) or "")
     refused = get_variant(name, {"exact_prefix": False}).refuse(site)
-    assert refused is not None and refused.code == "constant-bias"
+    assert refused is not None
+    assert refused.code == "constant-bias"
 
 
 MIXED = make_site(heads=2, head_dim=4, grid=Grid(5, 6, 1))

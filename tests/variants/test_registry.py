@@ -93,6 +93,7 @@ def test_a_package_makes_its_variant_known_to_every_command(site: Path, tmp_path
         "exact_prefix": True,
         "local": False,
         "approximate": False,
+        "bias_rank": 8,
         "grid": None,
         "own": 0.25,
     }

@@ -55,7 +55,7 @@ LINEAR = EVERY - {"softmax"}
 PAIRED = frozenset({"mobile", "additive", "xca"})
 NO_GRID = {"needs tokens that are known to be an image grid": {"masked"}}
 CONSTANT = {
-    "adds a constant bias to its scores; approximate=true leaves it out": LINEAR - {"masked"},
+    "adds a constant bias to its scores; approximate=true keeps a part of it": LINEAR - {"masked"},
     "adds a constant bias to its scores; approximate=true keeps it between neighbours only": {"masked"},
 }
 FEWER = {"pairs each query with the key of the same token, and there are not as many of both": PAIRED, **NO_GRID}

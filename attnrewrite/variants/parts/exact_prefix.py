@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrewrite.variants.parts.foldable import Affine
-from attnrewrite.variants.parts.form import FoldableMaps, Form, Heads, summed_with
+from attnrewrite.variants.parts.form import FoldableMaps, Form, Heads, maps_of_query_and_key, summed_with
 from attnrewrite.variants.parts.softmax_rows import FIRST, SoftmaxForm, softmax_attention
 
 LARGEST_CONDITION = 100.0  # of maps that exact rows may undo: what float32 rounds is so many times larger at most
@@ -67,8 +67,8 @@ class ExactPrefix(Form):
 
     def foldable_maps(self) -> FoldableMaps | None:
         """The form's own of query and key, where exact rows can undo them."""
-        inner = self.form.foldable_maps()
-        if inner is None or inner.value is not None or inner.output is not None or self.undone is not None:
+        inner = maps_of_query_and_key(self.form)
+        if inner is None or self.undone is not None:
             return None
         undone = None if inner.query is None or inner.key is None else undo(inner.query, inner.key, inner.heads)
         if undone is None:

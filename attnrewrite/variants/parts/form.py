@@ -99,6 +99,12 @@ class FoldableMaps:
     output: Affine | None = None
 
 
+def maps_of_query_and_key(form: Form) -> FoldableMaps | None:
+    """What is foldable of `form`, where that is nothing of its value and result: what reads or adds to these stays."""
+    inner = form.foldable_maps()
+    return None if inner is None or inner.value is not None or inner.output is not None else inner
+
+
 def summed_with(form: Form, heads: Heads) -> Tensor:
     """The weights with which a form sums the values, [B, H, N, M]: its output for the identity matrix as values. For
     forms that are linear in the value.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.variants.parts.form import FoldableMaps, Form, Heads
+from attnrewrite.variants.parts.form import FoldableMaps, Form, Heads, maps_of_query_and_key
 from attnrewrite.variants.parts.key_masks import key_weights, token_mean
 from attnrewrite.variants.parts.ridge import LeastSquares
 from attnrewrite.variants.parts.softmax_rows import with_outputs
@@ -78,9 +78,8 @@ class ValueMean(Form):
         return self.form.resolved()
 
     def foldable_maps(self) -> FoldableMaps | None:
-        """The form's own, of query and key: value and result are this one's too."""
-        inner = self.form.foldable_maps()
-        if inner is None or inner.value is not None or inner.output is not None:
+        inner = maps_of_query_and_key(self.form)
+        if inner is None:
             return None
         form = copy.deepcopy(self)
         form.form = inner.form
