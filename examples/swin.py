@@ -4,7 +4,7 @@
     attnrewrite explain examples/swin.py:swin --input-size 3x112x112
 
 That bias is the difficulty. Linear forms never make the score of two tokens, so that there is nothing to add it to:
-they refuse, and say so. Asked to approximate, they leave it out, or keep what they can, and say that.
+they refuse, and say so. Asked to approximate, they keep of it what they can, and say that.
 """
 
 import torch
@@ -52,7 +52,7 @@ def main() -> None:
     except ar.NothingMatchedError as refused:
         print(f"  {refused}")
 
-    print("\n3. l1, asked to do without the bias")
+    print("\n3. l1, asked to keep a part of the bias")
     approximate = {"approximate": True}
     done = ar.convert(model, inputs, variant="l1", options=approximate, calibration=pictures(), **HOW)
     show_conversion(done)

@@ -313,7 +313,9 @@ def _only_if_built(source: str, model: ModelOptions, beside: Sequence[str]) -> M
 def _planned(scan: Scan, variant: "Variant | Auto", keep: Sequence[str], out: Path) -> Outcome:
     """What convert would do at each site."""
     from attnrewrite.conversion.sites import fates_of, kept_sites, require_grid
+    from attnrewrite.selection.problem import Auto
 
+    variant = variant.among(scan.sites) if isinstance(variant, Auto) else variant
     require_grid(scan, variant)
     refusals = fates_of(scan, variant, kept_sites(scan, keep))
     done = {site: variant.name if why is None else f"softmax: {why}" for site, why in refusals.items()}

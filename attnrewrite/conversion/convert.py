@@ -79,6 +79,7 @@ def convert_source(
     tell_fixed(captured)
     scanned, kept = _with_heads_joined(source, captured, keep)
     captured, found = replace(captured, module=scanned.graph.module), scanned.scan
+    variant = variant.among(found.sites) if isinstance(variant, Auto) else variant
     fates = fates_of(found, variant, kept)
     possible = [site for site in found.sites if fates[site.id] is None]
     require_grid(found, variant)

@@ -3,9 +3,10 @@
 Refused before any work is done where these do not go together.
 """
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,8 @@ from attnrewrite.patterns.matcher import Scanned
 from attnrewrite.request import Budget
 from attnrewrite.site import AttentionSite
 from attnrewrite.targets.base import get_target
-from attnrewrite.variants.base import Variant
+from attnrewrite.variants.base import Variant, refusal_of
+from attnrewrite.variants.linear import DROPPABLE, LinearVariant
 from attnrewrite.variants.registry import get_variant, option_values, variants
 
 AUTO = "auto"
@@ -76,6 +78,17 @@ class Auto:
     candidates: tuple[Variant, ...]
 
     name = AUTO
+
+    def among(self, sites: Iterable[AttentionSite]) -> "Auto":
+        """The same for a model of these `sites`: candidates may approximate biases where one of them refuses to, as
+        what each loses is measured.
+        """
+        asked = itertools.product(self.candidates, sites)
+        reasons = {reason.code for variant, site in asked if (reason := refusal_of(variant, site)) is not None}
+        if reasons.isdisjoint(added.code for added in DROPPABLE.values()):
+            return self
+        rough = (replace(own, approximate=True) if isinstance(own, LinearVariant) else own for own in self.candidates)
+        return replace(self, candidates=tuple(dict.fromkeys(rough)))
 
 
 def requested(

@@ -28,7 +28,8 @@ class LinearVariant(Variant):
     softmax costs no more.
     local: a depthwise 3x3 branch on the value beside the form.
     approximate: stand at a site whose scores carry a bias, though no form of O(N) cost can add it to them.
-    bias_rank: of the factors by which calibration then keeps what the bias does on average; 0 leaves it out.
+    bias_rank: of the factors by which calibration then keeps what the bias does on average, a quarter of the tokens at
+    most; 0 leaves it out.
     grid: what the tokens are where the graph does not tell, such as 14x14+1 (one token before the image).
     """
 
@@ -153,7 +154,7 @@ class LinearVariant(Variant):
         queries, keys = site.n_queries, site.n_keys
         if site.bias == "none" or self._weighs_keys(site) or queries * keys > MOST_PAIRS:
             return 0
-        return min(self.bias_rank, queries, keys)
+        return min(self.bias_rank, -(-min(queries, keys) // 4))
 
     def _all_exact(self, site: AttentionSite) -> bool:
         return self.exact_rows(site) == site.n_queries == 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from variant_sites import make_site
 
 from attnrewrite.errors import InputError
 from attnrewrite.request import Budget
@@ -26,6 +27,7 @@ from attnrewrite.selection.search import (
     within_drop,
     within_price,
 )
+from attnrewrite.site import Grid
 from attnrewrite.variants.base import Variant
 from attnrewrite.variants.registry import get_variant, variants
 
@@ -261,6 +263,14 @@ def test_candidates_are_sets_names_and_names_with_options() -> None:
     assert all(
         candidates([described(variant)]) == (variant,) for variant in candidates(["all", *map(described, chosen)])
     )
+
+
+def test_candidates_may_approximate_a_bias_as_what_each_loses_is_measured() -> None:
+    auto = Auto(Budget(max_drop=0.5), candidates(["l1", "l1:approximate=true", "masked:size=3"]))
+    plain, biased, masked = (make_site(grid=Grid(3, 3), bias=bias) for bias in ("none", "constant", "input"))
+    assert auto.among([plain, masked]) is auto
+    rough = [described(variant) for variant in auto.among([plain, biased]).candidates]
+    assert rough == ["l1:approximate=true", "masked:approximate=true,size=3"]
 
 
 def test_a_named_variant_needs_no_budget() -> None:

@@ -92,6 +92,12 @@ def test_calibrated_they_bring_every_form_closer_to_softmax_on_other_images(name
     assert errors[1] < errors[0] * (1.0 if name in FAR else 0.5)
 
 
+@pytest.mark.parametrize(("tokens", "rank"), [(1, 1), (16, 4), (31, 8), (49, 8)])
+def test_the_rank_is_a_quarter_of_the_tokens_at_most(tokens: int, rank: int) -> None:
+    site = make_site(n_queries=tokens, bias="constant")
+    assert get_variant("l1", {"approximate": True, "exact_prefix": False}).factors(site) == rank
+
+
 @pytest.mark.parametrize("name", FACTORED)
 def test_every_linear_form_has_them_and_counts_and_names_them(name: str) -> None:
     kept, left = (get_variant(name, {"approximate": True, "bias_rank": rank}) for rank in (3, 0))
