@@ -459,6 +459,33 @@ def test_an_operator_computes_what_onnxruntime_computes(name: str) -> None:
     assert difference(model, module, (torch.cat([example, -example, example]),)) <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "rolled"),
+    [
+        ("3, 10, 1", "0, 3, 1", True),
+        ("3, 9223372036854775807, 1", "0, 3, 1", True),
+        ("-3, 10, 1", "0, -3, 1", True),
+        ("4, 10, 1", "0, 3, 1", False),
+        ("0, 3, 1", "3, 10, 1", False),
+        ("3, 10, 2", "0, 3, 2", False),
+        ("3, 9, 1", "0, 4, 1", False),
+    ],
+)
+def test_parts_that_change_places_are_a_roll(first: str, second: str, rolled: bool) -> None:
+    """As exporters write the shifted windows of a Swin."""
+    parts = (
+        f"s{n} = Constant<value_ints=[{start}]>() e{n} = Constant<value_ints=[{end}]>() "
+        f"axis{n} = Constant<value_ints=[1]>() t{n} = Constant<value_ints=[{step}]>() "
+        f"p{n} = Slice(x, s{n}, e{n}, axis{n}, t{n}) "
+        for n, (start, end, step) in enumerate(part.split(", ") for part in (first, second))
+    )
+    model = ir.serde.deserialize_model(proto("".join(parts) + "y = Concat<axis=1>(p0, p1)", 17, TOKENS, "float y"))
+    model.graph.outputs[0].shape = None
+    module, (example,) = import_graph(OnnxGraph(model))
+    assert difference(model, module, (torch.cat([example, -example]),)) == 0
+    assert any(node.target is torch.roll for node in module.graph.nodes) is rolled
+
+
 def test_whole_numbers_of_an_example_name_rows_that_a_table_has() -> None:
     body = "axes = Constant<value_ints=[1]>() a = Unsqueeze(x, axes) i = Cast<to=6>(a) y = Gather(wq, i)"
     module, (example,) = import_graph(

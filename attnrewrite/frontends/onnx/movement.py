@@ -95,7 +95,17 @@ def _split(call: Call) -> list[Node]:
 
 
 def _concat(call: Call) -> Node:
-    return call.emit(torch.cat, call.operands(), call.axis(0))
+    """Exporters write a roll as the parts from a place on and before it."""
+    axis, parts = call.axis(0), call.operands()
+    if len(parts) == 2 and all(_is_slice(part) for part in parts):
+        value, _, place, *_ = parts[0].args
+        if [part.args for part in parts] == [(value, axis, place, None, 1), (value, axis, 0, place, 1)]:
+            return call.emit(torch.roll, value, -place, axis)
+    return call.emit(torch.cat, parts, axis)
+
+
+def _is_slice(value: Any) -> bool:
+    return isinstance(value, Node) and value.target is torch.ops.aten.slice.Tensor
 
 
 def _gather(call: Call) -> Node:

@@ -18,8 +18,8 @@ class BiasFactors(Form):
     """form(q, k, v) + U V v, with U [H, N, rank] and V [H, rank, M], which start as zeros.
 
     U V is what is nearest to softmax(b) - 1/M, the part of softmax's weights that a bias b [B, H, N, M] makes alone, on
-    average over images and windows: without scores softmax is linear in the value. Each head's are multiplied so that
-    they come nearest to what `form` lacks of softmax's output, in the rows behind the first `prefix`.
+    average over images and windows. Each head's are multiplied so that they come nearest to what `form` lacks of
+    softmax's output, in the rows behind the first `prefix`.
     """
 
     def __init__(
