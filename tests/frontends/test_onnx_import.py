@@ -469,6 +469,7 @@ def test_an_operator_computes_what_onnxruntime_computes(name: str) -> None:
         ("0, 3, 1", "3, 10, 1", False),
         ("3, 10, 2", "0, 3, 2", False),
         ("3, 9, 1", "0, 4, 1", False),
+        ("-12, 10, 1", "0, -12, 1", False),
     ],
 )
 def test_parts_that_change_places_are_a_roll(first: str, second: str, rolled: bool) -> None:

@@ -99,7 +99,8 @@ def _concat(call: Call) -> Node:
     axis, parts = call.axis(0), call.operands()
     if len(parts) == 2 and all(_is_slice(part) for part in parts):
         value, _, place, *_ = parts[0].args
-        if [part.args for part in parts] == [(value, axis, place, None, 1), (value, axis, 0, place, 1)]:
+        whole = [part.args for part in parts] == [(value, axis, place, None, 1), (value, axis, 0, place, 1)]
+        if whole and abs(place) <= call.result()[axis]:
             return call.emit(torch.roll, value, -place, axis)
     return call.emit(torch.cat, parts, axis)
 

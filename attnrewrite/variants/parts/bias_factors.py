@@ -1,21 +1,20 @@
 """What a bias of positions does, where a form cannot add it to scores: a fixed mixing of the values, of low rank."""
 
-import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.variants.parts.form import FoldableMaps, Form, Heads, maps_of_query_and_key
+from attnrewrite.variants.parts.form import Form, Heads, Supplemented
+from attnrewrite.variants.parts.ridge import LeastSquares
 from attnrewrite.variants.parts.softmax_rows import with_outputs
 
 MOST_PAIRS = 2**21  # of a query and a key: of more, what the bias does is neither averaged nor factored
+RIDGE = 1e-15  # lest a head whose bias changes nothing divides by zero
 
 
-class BiasFactors(Form):
-    """form(q, k, v) + U V v, with U [H, N, rank] and V [H, rank, M], which start as zeros.
+class BiasFactors(Supplemented):
+    """form(q, k, v) + U V v, with U [H, N, rank] (`to_queries`) and V [H, rank, M] (`of_keys`), which start as zeros.
 
     U V is what is nearest to softmax(b) - 1/M, the part of softmax's weights that a bias b [B, H, N, M] makes alone, on
     average over images and windows. Each head's are multiplied so that they come nearest to what `form` lacks of
@@ -25,8 +24,7 @@ class BiasFactors(Form):
     def __init__(
         self, form: Form, heads: int, queries: int, keys: int, rank: int, scale: float, prefix: int = 0
     ) -> None:
-        super().__init__()
-        self.form = form
+        super().__init__(form)
         self.scale = scale
         self.prefix = prefix
         self.to_queries = nn.Parameter(torch.zeros(heads, queries, rank))
@@ -46,7 +44,8 @@ class BiasFactors(Form):
         total = self.to_queries.new_zeros(heads, self.to_queries.shape[1], keys, dtype=torch.float64)
         for batch in activations():
             for bias in () if batch.bias is None else batch.bias:  # one at a time: there are N M of them
-                total += bias.expand_as(total).double().softmax(2).nan_to_num(1 / keys)  # of a row that is masked whole
+                weights = bias.expand_as(total).double().softmax(2)
+                total += weights.nan_to_num(1 / keys)  # a row that is masked whole has the mean
                 rows += 1
         if rows:
             self._factor(total / rows - 1 / keys)
@@ -61,30 +60,15 @@ class BiasFactors(Form):
         self.of_keys.copy_(right[:, :rank] * root.unsqueeze(2))
 
     def _missing(self, batches: Iterator[Heads]) -> Tensor:
-        """How many times what the factors mix is missing in the form's output, by least squares, [H, 1, 1]."""
-        product = energy = self.to_queries.new_zeros((), dtype=torch.float64)
+        """How many times what the factors mix is missing in the form's output, [H, 1, 1]."""
+        fit = LeastSquares()
         for heads, target in with_outputs(batches, self.scale):
             parts = target - self.form(*heads), self.mixed(heads.value)
-            lacks, mixed = (part[:, :, self.prefix :].double() for part in parts)
-            product = product + (lacks * mixed).sum((0, 2, 3))
-            energy = energy + mixed.square().sum((0, 2, 3))
-        return (product / energy.clamp(min=torch.finfo(energy.dtype).tiny))[:, None, None]
-
-    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
-        return self.form.token_maps(heads)
-
-    def resolved(self) -> dict[str, Any]:
-        return self.form.resolved()
+            lacks, mixed = (part[:, :, self.prefix :].transpose(0, 1).flatten(1).unsqueeze(2) for part in parts)
+            fit.add(mixed.double(), lacks.double())
+        return fit.solve(RIDGE)
 
     def deploy(self) -> Form:
         """Without the factors where they are zeros, as they are uncalibrated."""
-        self.form = self.form.deploy()
+        super().deploy()
         return self if bool(self.of_keys.any()) else self.form
-
-    def foldable_maps(self) -> FoldableMaps | None:
-        inner = maps_of_query_and_key(self.form)
-        if inner is None:
-            return None
-        form = copy.deepcopy(self)
-        form.form = inner.form
-        return replace(inner, form=form)

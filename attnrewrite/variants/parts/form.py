@@ -4,8 +4,9 @@ A form is a torch module on the heads' queries, keys and values. Projections sta
 them, so a form is written once for every frontend, layout and packing.
 """
 
+import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -103,6 +104,32 @@ def maps_of_query_and_key(form: Form) -> FoldableMaps | None:
     """What is foldable of `form`, where that is nothing of its value and result: what reads or adds to these stays."""
     inner = form.foldable_maps()
     return None if inner is None or inner.value is not None or inner.output is not None else inner
+
+
+class Supplemented(Form):
+    """`form`, and something beside it that reads values alone: what is seen, resolved and folded is the form's."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+
+    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
+        return self.form.token_maps(heads)
+
+    def resolved(self) -> dict[str, Any]:
+        return self.form.resolved()
+
+    def deploy(self) -> Form:
+        self.form = self.form.deploy()
+        return self
+
+    def foldable_maps(self) -> FoldableMaps | None:
+        inner = maps_of_query_and_key(self.form)
+        if inner is None:
+            return None
+        own = copy.deepcopy(self)
+        own.form = inner.form
+        return replace(inner, form=own)
 
 
 def summed_with(form: Form, heads: Heads) -> Tensor:

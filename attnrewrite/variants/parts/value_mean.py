@@ -4,15 +4,12 @@ Softmax may weigh one key many times as much as another. A form whose weights di
 mean that all tokens share, and no linear map around it changes the proportion: it scales both alike.
 """
 
-import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnrewrite.variants.parts.form import FoldableMaps, Form, Heads, maps_of_query_and_key
+from attnrewrite.variants.parts.form import Form, Heads, Supplemented
 from attnrewrite.variants.parts.key_masks import key_weights, token_mean
 from attnrewrite.variants.parts.ridge import LeastSquares
 from attnrewrite.variants.parts.softmax_rows import with_outputs
@@ -20,7 +17,7 @@ from attnrewrite.variants.parts.softmax_rows import with_outputs
 RIDGE = 1e-4
 
 
-class ValueMean(Form):
+class ValueMean(Supplemented):
     """gain * form(q, k, v) + shift * mean(v), per channel of every head, from `gain` and `shift` on.
 
     It is fitted to the rows behind the first `prefix`.
@@ -29,8 +26,7 @@ class ValueMean(Form):
     def __init__(
         self, form: Form, heads: int, channels: int, scale: float, prefix: int, gain: float = 1.0, shift: float = 0.0
     ) -> None:
-        super().__init__()
-        self.form = form
+        super().__init__(form)
         self.scale = scale
         self.prefix = prefix
         self.gain = nn.Parameter(torch.full((heads, 1, channels), gain))
@@ -70,21 +66,3 @@ class ValueMean(Form):
             columns = torch.stack(self.columns(form, heads.value, heads.bias), dim=-1)
             fit.add(columns.double(), residual.unsqueeze(-1).double())
         self.take(fit.solve(RIDGE)[:, :, 0].to(self.gain))
-
-    def token_maps(self, heads: Heads) -> dict[str, Tensor]:
-        return self.form.token_maps(heads)
-
-    def resolved(self) -> dict[str, Any]:
-        return self.form.resolved()
-
-    def foldable_maps(self) -> FoldableMaps | None:
-        inner = maps_of_query_and_key(self.form)
-        if inner is None:
-            return None
-        form = copy.deepcopy(self)
-        form.form = inner.form
-        return replace(inner, form=form)
-
-    def deploy(self) -> Form:
-        self.form = self.form.deploy()
-        return self
