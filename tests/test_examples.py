@@ -137,10 +137,10 @@ TOLD = {
         "layers.1.blocks.0.attn: self, 4 heads, 49 x 49 tokens, 0 before a grid of 7x7, constant bias",
         "softmax: yes",
         "mobile: adds a constant bias to its scores; approximate=true keeps a part of it",
-        "masked: adds a constant bias to its scores; approximate=true keeps it between neighbours only",
+        "masked: adds a constant bias to its scores; approximate=true keeps it between neighbours, and a part of ",
         "l1 can stand at none of the 3 sites of SwinTransformer (site0, site1, site2: adds a constant bias",
-        "layers.0.blocks.1.attn is l1 (of the constant bias on the scores calibration keeps factors of rank 8); ",
-        "layers.1.blocks.0.attn is masked (the constant bias is kept between neighbours only); extracted to ",
+        "layers.0.blocks.1.attn is l1 (the constant bias on the scores is left out, but for factors of rank 8 that ",
+        "layers.1.blocks.0.attn is masked (the constant bias is kept between neighbours only, but for factors ",
     ),
     "detr": (
         "4 attentions found, 0 that only look like one",

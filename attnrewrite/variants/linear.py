@@ -40,6 +40,7 @@ class LinearVariant(Variant):
     grid: str | None = None
 
     approximation: ClassVar[str] = "keeps a part of it"
+    left_out: ClassVar[str] = "the {bias} bias on the scores is left out"
     # The form's refusal of a mask on the keys; None where it weighs keys (parts.key_masks.key_weights)
     no_key_bias: ClassVar[Refusal | None] = Refusal("keys-not-weighed", "has no weights for its keys")
 
@@ -97,8 +98,8 @@ class LinearVariant(Variant):
             return "its only query keeps softmax, which costs no more"
         if site.bias == "none" or self._weighs_keys(site):
             return None
-        bias, rank = f"the {site.bias} bias on the scores", self.factors(site)
-        return f"of {bias} calibration keeps factors of rank {rank}" if rank else f"{bias} is left out"
+        rank, left = self.factors(site), self.left_out.format(bias=site.bias)
+        return f"{left}, but for factors of rank {rank} that calibration gives" if rank else left
 
     def _weighs_keys(self, site: AttentionSite) -> bool:
         """Whether the bias is one that the form honours: of the keys alone."""

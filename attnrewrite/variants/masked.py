@@ -200,6 +200,11 @@ class MaskedForm(Form):
         """The weight of each key, on average over the queries and in the window of the token in the image's middle."""
         return window_maps(self, heads, self.mask)
 
+    def at_rest(self, bias: Tensor) -> Tensor:
+        _, heads, queries, keys = bias.shape
+        query, key = (bias.new_zeros(1, heads, count, 1) for count in (queries, keys))
+        return summed_with(self, Heads(query, key, key, bias))
+
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
         """Choose the masked heads: by the paper's locality rule, or by the error that masking makes in each."""
@@ -267,7 +272,7 @@ class Masked(LinearVariant):
 
     heads: which heads are masked: all, a list, a count (those that lose least), paper-search (locality scores) or
     error (those whose output changes by less than `tolerance` of its energy). Prefix tokens are exact as published.
-    approximate keeps a bias between neighbours and leaves out the rest, whatever `bias_rank` says.
+    approximate keeps a bias between neighbours, and in factors (`bias_rank`) a part of the rest; not where `soft`.
     """
 
     size: int = DEFAULT
@@ -275,7 +280,8 @@ class Masked(LinearVariant):
     soft: bool = False
     tolerance: float = 0.1
 
-    approximation = "keeps it between neighbours only"
+    approximation = "keeps it between neighbours, and a part of the rest"
+    left_out = "the {bias} bias is kept between neighbours only"
     no_key_bias = Refusal("far-keys-weighed", "weighs every key beyond the neighbours with a score of zero")
     name = "masked"
     summary = "MaiT: softmax over the scores of 3x3 or 5x5 neighbours, zeros beyond"
@@ -303,15 +309,14 @@ class Masked(LinearVariant):
         return None
 
     def note(self, site: AttentionSite) -> str | None:
-        said = [f"the {site.bias} bias is kept between neighbours only"] if site.bias != "none" else []
-        said += ["what is saved has hard masks, or none, in place of the soft ones"] if self.soft else []
-        return "; ".join(said) or None
+        soft = "what is saved has hard masks, or none, in place of the soft ones" if self.soft else None
+        return "; ".join(filter(None, [super().note(site), soft])) or None
 
     def exact_rows(self, site: AttentionSite) -> int:
         return 0
 
     def factors(self, site: AttentionSite) -> int:
-        return 0
+        return 0 if self.soft else super().factors(site)
 
     def form(self, site: AttentionSite) -> Form:
         grid = image_grid(site)

@@ -10,12 +10,13 @@ from variant_sites import make_heads, make_site
 from attnrewrite.errors import InputError
 from attnrewrite.site import Grid
 from attnrewrite.variants.base import Form, Heads
+from attnrewrite.variants.masked import MaskedForm, hard_mask
 from attnrewrite.variants.parts.bias_factors import MOST_PAIRS, BiasFactors
 from attnrewrite.variants.parts.softmax_rows import softmax_attention
 from attnrewrite.variants.registry import get_variant, variants
 
 SITE = make_site(heads=2, head_dim=4, grid=Grid(3, 4, 1), bias="constant")
-FACTORED = sorted(set(variants()) - {"softmax", "masked"})
+FACTORED = sorted(set(variants()) - {"softmax"})
 FAR = {"additive", "hydra", "xca"}  # from softmax in other ways, too
 
 
@@ -24,16 +25,18 @@ class Mean(Form):
         return value.mean(2, keepdim=True).expand_as(value)
 
 
-def refined(rank: int, *biases: Tensor) -> Tensor:
-    """What factors [H, N, M] beside the mean are fitted to these biases, a batch each, where there are no scores."""
-    form = BiasFactors(Mean(), SITE.heads, SITE.n_queries, SITE.n_keys, rank, SITE.scale).double()
+def refined(rank: int, *biases: Tensor, beside: Form | None = None) -> Tensor:
+    """What factors beside the mean, or another form, are fitted to these biases, a batch each, where there are no
+    scores: the weights of both, less the mean, [H, N, M].
+    """
+    form = BiasFactors(beside or Mean(), SITE.heads, SITE.n_queries, SITE.n_keys, rank, SITE.scale).double()
     nothing = torch.zeros(1, SITE.heads, SITE.n_queries, SITE.head_dim, dtype=torch.float64)
     identity = torch.eye(SITE.n_keys, dtype=torch.float64).expand(1, SITE.heads, -1, -1)
     batches = [
         Heads(*(part.expand(len(bias), -1, -1, -1) for part in (nothing, nothing, identity)), bias) for bias in biases
     ]
     form.refine(lambda: iter(batches))
-    (mixed,) = form(nothing, nothing, identity).detach() - 1 / SITE.n_keys
+    (mixed,) = form(nothing, nothing, identity, biases[0][:1]).detach() - 1 / SITE.n_keys
     return mixed
 
 
@@ -44,6 +47,15 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def test_at_a_whole_rank_the_factors_are_what_softmax_of_the_bias_adds_to_the_mean() -> None:
     bias = drawn(1, 2, 13, 13)
     torch.testing.assert_close(refined(13, bias), bias[0].softmax(-1) - 1 / 13, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("few", [0, 12], ids=["by shifts", "by all scores"])
+def test_beside_a_form_that_keeps_a_part_of_the_bias_they_are_what_it_leaves_out(few: int) -> None:
+    masked = MaskedForm(hard_mask(Grid(3, 4, 1), 3, SITE.scale, few), SITE.heads, (0,), 0.0)
+    bias = drawn(1, 2, 13, 13)
+    exact = bias[0].softmax(-1) - 1 / 13
+    torch.testing.assert_close(refined(13, bias, beside=masked), exact, rtol=0, atol=1e-12)
+    assert (refined(1, bias, beside=masked) - exact)[1].abs().max() < 1e-12, "a head that is not masked lacks nothing"
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
@@ -104,8 +116,9 @@ def test_every_linear_form_has_them_and_counts_and_names_them(name: str) -> None
     assert any(isinstance(part, BiasFactors) for part in kept.build(SITE).modules())
     assert not any(isinstance(part, BiasFactors) for part in left.build(SITE).modules())
     assert kept.multiplies(SITE) - left.multiplies(SITE) == SITE.heads * 3 * (13 + 13) * SITE.value_dim
-    assert kept.note(SITE) == "of the constant bias on the scores calibration keeps factors of rank 3"
-    assert left.note(SITE) == "the constant bias on the scores is left out"
+    said = "is kept between neighbours only" if name == "masked" else "on the scores is left out"
+    assert left.note(SITE) == f"the constant bias {said}"
+    assert kept.note(SITE) == f"{left.note(SITE)}, but for factors of rank 3 that calibration gives"
 
 
 def test_what_has_no_bias_or_too_many_pairs_has_none_and_uncalibrated_ones_are_not_deployed() -> None:

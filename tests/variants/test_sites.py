@@ -56,7 +56,9 @@ PAIRED = frozenset({"mobile", "additive", "xca"})
 NO_GRID = {"needs tokens that are known to be an image grid": {"masked"}}
 CONSTANT = {
     "adds a constant bias to its scores; approximate=true keeps a part of it": LINEAR - {"masked"},
-    "adds a constant bias to its scores; approximate=true keeps it between neighbours only": {"masked"},
+    "adds a constant bias to its scores; approximate=true keeps it between neighbours, and a part of the rest": {
+        "masked"
+    },
 }
 FEWER = {"pairs each query with the key of the same token, and there are not as many of both": PAIRED, **NO_GRID}
 OTHERS = {"pairs each query with the key of the same token, and they are of different tokens": PAIRED, **NO_GRID}

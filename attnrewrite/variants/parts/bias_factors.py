@@ -16,9 +16,9 @@ RIDGE = 1e-15  # lest a head whose bias changes nothing divides by zero
 class BiasFactors(Supplemented):
     """form(q, k, v) + U V v, with U [H, N, rank] (`to_queries`) and V [H, rank, M] (`of_keys`), which start as zeros.
 
-    U V is what is nearest to softmax(b) - 1/M, the part of softmax's weights that a bias b [B, H, N, M] makes alone, on
-    average over images and windows. Each head's are multiplied so that they come nearest to what `form` lacks of
-    softmax's output, in the rows behind the first `prefix`.
+    U V is what is nearest to what a bias b [B, H, N, M] makes of softmax's weights and not of the form's where scores
+    are zero, on average over images and windows: to softmax(b) - 1/M where the form has no place for b. Each head's are
+    multiplied so that they come nearest to what `form` lacks of softmax's output, in rows behind the first `prefix`.
     """
 
     def __init__(
@@ -44,11 +44,12 @@ class BiasFactors(Supplemented):
         total = self.to_queries.new_zeros(heads, self.to_queries.shape[1], keys, dtype=torch.float64)
         for batch in activations():
             for bias in () if batch.bias is None else batch.bias:  # one at a time: there are N M of them
-                weights = bias.expand_as(total).double().softmax(2)
-                total += weights.nan_to_num(1 / keys)  # a row that is masked whole has the mean
+                bias = bias.expand_as(total).double()
+                weights = bias.softmax(2) - self.form.at_rest(bias.unsqueeze(0))[0]
+                total += weights.nan_to_num(0)  # a row that is masked whole has no weights
                 rows += 1
         if rows:
-            self._factor(total / rows - 1 / keys)
+            self._factor(total / rows)
             self.to_queries.mul_(self._missing(activations()))
 
     def _factor(self, weights: Tensor) -> None:

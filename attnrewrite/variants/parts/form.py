@@ -73,6 +73,12 @@ class Form(nn.Module):
         """The options that `refine` chose (heads, rank), with which the variant builds this structure again."""
         return {}
 
+    def at_rest(self, bias: Tensor) -> Tensor:
+        """The weights that the form gives the values where all products of query and key are zero, of a bias
+        [B, H, N, M]: by default those of a form that has no place for it.
+        """
+        return torch.full_like(bias, 1 / bias.shape[3])
+
     def deploy(self) -> "Form":
         """The form as it is exported and lowered, without what only training needs (such as soft choices)."""
         return self
@@ -115,6 +121,9 @@ class Supplemented(Form):
 
     def token_maps(self, heads: Heads) -> dict[str, Tensor]:
         return self.form.token_maps(heads)
+
+    def at_rest(self, bias: Tensor) -> Tensor:
+        return self.form.at_rest(bias)
 
     def resolved(self) -> dict[str, Any]:
         return self.form.resolved()
