@@ -35,7 +35,7 @@ RATE = 0.015  # of a tensor's own size, at most, that its elements change in a s
 LEAST_SIZE = 0.1  # of what tensors have in the middle: one of zeros has that size
 LEAST_GRADIENT = 1e-6  # of an error of about one: where rounding is all there is of it, nothing moves
 SCALED_STEPS = 16  # whose rows say what the error is
-FLATTENED = 0.5  # the power of what tokens count: else a few images of a doubtful answer would be learnt by heart
+FLATTENED = 0.5  # the power of what an image counts: else a few of a doubtful answer would be learnt by heart
 TENSORS = 4  # query, key, value and what is wanted
 INTERMEDIATE = 24  # times as much is held of a step
 
@@ -233,6 +233,14 @@ def _searched_roles(site: SiteModule) -> list[str]:
 
 def _forms(site: SiteModule) -> list[Form]:
     return [part for part in site.form.modules() if isinstance(part, Form)]
+
+
+def flattened(rows: Tensor, images: int) -> Tensor:
+    """What tokens [B, N] of so many `images` count in a search, of what they count in a closed form: those of an image
+    as much beside each other, as a class token may count more than all others, and images less unlike.
+    """
+    of_images = rows.reshape(images if len(rows) % images == 0 else 1, -1)  # learned tokens may be the same for all
+    return (of_images * of_images.mean(1, keepdim=True).pow(FLATTENED - 1)).reshape_as(rows)
 
 
 def held_bytes(width: int, tokens: int, images: int) -> int:

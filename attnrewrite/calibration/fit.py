@@ -199,14 +199,16 @@ def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Im
     stop = 1 + max(map(student.order.__getitem__, needs))
     past = teacher.run(teacher.order[stream] + 1, {stream})
     for (index, wanted), (_, values) in zip(past, student.run(stop, needs), strict=True):
+        images = student.images.size_of(index)
         if branch is None:
             outputs = None
             target, counts = _heads_wanted(searched.site, wanted[stream])
         else:
             outputs = weights.outputs[branch.node.name].float()
-            target, counts = _wanted(branch, wanted[stream], values, weights.of(branch.node.name, index))
+            rows = weights.of(branch.node.name, index)
+            target, counts = _wanted(branch, wanted[stream], values, rows, images)
         read_ones = [values[node] for node in searched.reads]
-        yield descent.sampled(searched.site, read_ones, target, counts, student.images.size_of(index), outputs)
+        yield descent.sampled(searched.site, read_ones, target, counts, images, outputs)
 
 
 def _heads_wanted(site: SiteModule, heads: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,13 +221,13 @@ def _heads_wanted(site: SiteModule, heads: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _wanted(branch: Branch, stream: Tensor, values: Values, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _wanted(branch: Branch, stream: Tensor, values: Values, rows: Tensor, images: int) -> tuple[Tensor, Tensor]:
     """What the map of `branch` should give beside the student's `values`, where the teacher's stream behind it is
-    `stream` and its `rows` count so much, and what its tokens count.
+    `stream` and its `rows` count so much, and what the tokens of so many `images` count in a search.
     """
     rows = branch.by_token(rows)
     target, reaches = branch.wanted(rows, stream, values)
-    return target, rows.pow(descent.FLATTENED) * reaches
+    return target, descent.flattened(rows, images) * reaches
 
 
 def _teacher_site(teacher: Segments, name: str) -> SiteModule:

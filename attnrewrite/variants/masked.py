@@ -165,10 +165,10 @@ class MaskedForm(Form):
 
     @property
     def searched(self) -> tuple[str, ...]:
-        """Query and key, where nothing keeps softmax's own probabilities, as a prefix token's row does. Values stay:
-        with them a search came further on its own images and less far on others.
+        """Query and key, where no head keeps softmax's own probabilities. Values stay: with them a search came further
+        on its own images and less far on others.
         """
-        return ("query", "key") if len(self.masked) == self.heads and not self.mask.prefix else ()
+        return ("query", "key") if len(self.masked) == self.heads else ()
 
     def _start(self) -> tuple[int, ...]:
         """The masked heads before calibration: the paper starts from head 0."""

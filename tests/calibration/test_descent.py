@@ -13,7 +13,7 @@ from searches import IMAGES, first_site, samples
 
 from attnrewrite.calibration import descent
 from attnrewrite.calibration.branches import branches
-from attnrewrite.calibration.descent import Sample, output, sampled, search, searched
+from attnrewrite.calibration.descent import Sample, flattened, output, sampled, search, searched
 from attnrewrite.calibration.fit import Fit
 from attnrewrite.calibration.segments import Segments
 from attnrewrite.calibration.stage import StageInput
@@ -159,6 +159,20 @@ def test_tokens_that_count_for_nothing_do_not_matter() -> None:
     search(other, [replace(sample, counts=counts, wanted=spoiled)], IMAGES)
     for found, expected in zip(searched(other), searched(site), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_an_image_that_counts_four_times_as_much_is_searched_with_twice_as_much(windows: int) -> None:
+    tokens = torch.rand(3, windows, 5, dtype=torch.float64)
+    found = flattened((tokens * torch.tensor([1, 4, 16]).reshape(3, 1, 1)).flatten(0, 1), 3).reshape(3, windows, 5)
+    alike = flattened(tokens.flatten(0, 1), 3).reshape(3, windows, 5)
+    torch.testing.assert_close(found, alike * torch.tensor([1, 2, 4]).reshape(3, 1, 1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(alike / alike[:, :1, :1], tokens / tokens[:, :1, :1], rtol=1e-12, atol=0)
+
+
+def test_tokens_that_all_images_share_are_searched_with_as_of_one() -> None:
+    tokens = torch.rand(1, 5, dtype=torch.float64)
+    torch.testing.assert_close(flattened(tokens, 64), flattened(tokens, 1), rtol=0, atol=0)
 
 
 def test_outputs_that_count_for_nothing_do_not_matter() -> None:
