@@ -201,9 +201,10 @@ class MaskedForm(Form):
         return window_maps(self, heads, self.mask)
 
     def at_rest(self, bias: Tensor) -> Tensor:
-        _, heads, queries, keys = bias.shape
-        query, key = (bias.new_zeros(1, heads, count, 1) for count in (queries, keys))
-        return summed_with(self, Heads(query, key, key, bias))
+        """Softmax's, of the bias where the score counts: everywhere in a head that is not masked."""
+        seen = self.mask.counted().bool().repeat(self.heads, 1, 1)
+        seen[[head for head in range(self.heads) if head not in self.masked]] = True
+        return torch.softmax(torch.where(seen.to(bias.device), bias, 0.0), dim=3)
 
     @torch.no_grad()
     def refine(self, activations: Callable[[], Iterator[Heads]]) -> None:
