@@ -72,8 +72,8 @@ class Branch:
 
     @property
     def normalised(self) -> bool:
-        """Whether a layer normalisation lies on the path, so that what one channel gives changes all others."""
-        return any(operation_of(step.node) == "layer_norm" for step in self.path)
+        """Whether a token is normalised by itself on the path, so that what one channel gives changes all others."""
+        return any(step.measures for step in self.path)
 
     @property
     def input(self) -> Node | Attended:
@@ -140,7 +140,7 @@ class Branch:
         """What is to be added to y [..., outputs] for `residual` to be added to the stream, and which tokens reach it.
 
         The path P only moves and scales, so that P^T P is diagonal: the pseudo-inverse is P^T r / P^T P 1. A large
-        change of a channel that a layer normalisation hides would be one of all others, by the token's variance: such
+        change of a channel that a normalisation hides would be one of all others, by the token's variance: such
         channels are asked for less.
         """
         with torch.enable_grad():

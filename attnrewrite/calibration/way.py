@@ -2,7 +2,8 @@
 nodes to follow it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,47 +15,67 @@ from attnrewrite.calibration.segments import Values
 
 MOVES = {"alias", "clone", "contiguous", "dropout", "view", "_unsafe_view", "reshape", "permute", "transpose"}
 MOVES |= {"unsqueeze", "squeeze", "flatten", "unflatten", "slice", "roll", "constant_pad_nd"}
+_CASTS = {"to", "_to_copy", "type_as"}
+_SCALES = {"mul", "div"}
+_SHIFTS = {"add", "sub"}
+_EITHER_WAY = {"add", "mul"}
 _NORMS = {
     "batch_norm": ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
 }
+_OF_TOKENS = {"layer_norm", "rms_norm"}
 
 
 @dataclass(frozen=True)
 class Step:
     """One operation on the way from a linear map to the stream; `carried` is the operand that comes from the map.
 
-    It moves and scales. A normalisation scales and shifts by what it has stored, or, of a layer, by what it measures of
-    each token as it is now: to first order that is what a change of the token makes, but for its own length.
+    It moves, scales and shifts. A normalisation scales and shifts by what it has stored, or, of a token, by what it
+    measures of it as it is now, be it one operation or written out: to first order that is what a change of the token
+    makes, but for its own length. `measures`: the latter.
     """
 
     node: Node
     carried: Node
+    measures: bool = False
+
+    @property
+    def others(self) -> set[Node]:
+        """What it reads the values of, beside what it carries: of what it casts to it reads the type alone."""
+        if operation_of(self.node) in _CASTS:
+            return set()
+        return {operand for operand in self.node.all_input_nodes if operand is not self.carried}
 
     @property
     def operands(self) -> set[Node]:
         """The nodes whose values `apply` reads, beside what it is given."""
-        own = {operand for operand in self.node.all_input_nodes if operand is not self.carried}
-        return own | {self.carried} if operation_of(self.node) == "layer_norm" else own
+        return self.others | {self.carried} if operation_of(self.node) in _OF_TOKENS else self.others
 
     @property
     def shifts(self) -> bool:
+        return operation_of(self.node) in _SHIFTS or self._normalises
+
+    @property
+    def _normalises(self) -> bool:
         return operation_of(self.node) in _NORMS
 
     def apply(self, moved: Tensor, values: Values) -> Tensor:
         """What the operation makes of a change of what it carries."""
-        if self.shifts:
+        if self._normalises:
             return moved * self._scale_and_shift(values)[0]
-        return self._run(moved, values)
+        return moved if self.shifts else self._run(moved, values)
 
     def apply_whole(self, moved: Tensor, values: Values) -> Tensor:
         """What it makes of a value itself."""
-        if self.shifts:
+        if self._normalises:
             scale, shift = self._scale_and_shift(values)
             return moved * scale + shift
         return self._run(moved, values)
 
     def _run(self, moved: Tensor, values: Values) -> Tensor:
+        if operation_of(self.node) in _CASTS:
+            return moved.to(self.node.meta["val"].dtype)
         args, kwargs = self._arguments({**values, self.carried: moved})
         target: Any = self.node.target
         return target(*args, **kwargs)
@@ -69,9 +90,14 @@ class Step:
     def _scale_and_shift(self, values: Values) -> tuple[Tensor, Tensor]:
         args, kwargs = self._arguments({self.carried: None, **values})
         kind = operation_of(self.node)
-        given = {"weight": None, "bias": None, "eps": 1e-5} | dict(zip(_NORMS[kind], args, strict=False)) | kwargs
+        epsilon = None if kind == "rms_norm" else 1e-5
+        given = {"weight": None, "bias": None, "eps": epsilon} | dict(zip(_NORMS[kind], args, strict=False)) | kwargs
         if kind == "layer_norm":
             variance, mean = torch.var_mean(given["input"], -1, correction=0, keepdim=True)
+        elif kind == "rms_norm":
+            variance = given["input"].square().mean(-1, keepdim=True)
+            mean = torch.zeros_like(variance)
+            given["eps"] = torch.finfo(variance.dtype).eps if given["eps"] is None else given["eps"]
         else:
             channels = (-1, *[1] * (len(shape_of(self.node)) - 2))  # of [B, C, ...]
             given |= {name: part.reshape(channels) for name, part in given.items() if isinstance(part, Tensor)}
@@ -84,37 +110,81 @@ def way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], Nod
     """The steps from `node` to the addition that takes it into the stream, that addition, and what it is added to; no
     steps, `node` and None where there is none.
     """
-    path: list[Step] = []
-    current = node
-    while (following := _reader(current)) is not None:
-        operands = [operand for operand in following.all_input_nodes if operand is not current]
-        kind = operation_of(following)
-        if list(following.args).count(current) != 1:
-            break
-        if kind == "add" and not following.kwargs and any(operand in varying for operand in operands):
-            if shape_of(following) != shape_of(current):  # one row for several tokens of the stream
-                break
-            return tuple(path), following, operands[0]
-        first, settled = following.args[0] is current, not any(operand in varying for operand in operands)
-        scales = kind == "mul" or (first and _is_settled_norm(following))
-        if not ((scales and settled) or (kind in MOVES and first)):
-            break
-        path.append(Step(following, current))
-        current = following
+    for *taken, stream in _chains(node, varying):
+        carried = [node, *taken]
+        measured = _measured(carried, [*taken, stream])
+        if measured is None:
+            continue
+        path = tuple(_step(reader, of, measured) for of, reader in zip(carried, taken, strict=False))
+        beside = next(operand for operand in stream.all_input_nodes if operand is not carried[-1])
+        full = [operand for step in path for operand in step.others if shape_of(operand) == shape_of(step.carried)]
+        if measured.union(carried).isdisjoint([beside, *full]):
+            return path, stream, beside
     return (), node, None
+
+
+def _step(node: Node, carried: Node, measured: set[Node]) -> Step:
+    step = Step(node, carried)
+    return replace(step, measures=operation_of(node) in _OF_TOKENS or not measured.isdisjoint(step.others))
+
+
+def _chains(carried: Node, varying: set[Node]) -> Iterator[tuple[Node, ...]]:
+    """Operations one after the other that move, scale and shift, and the addition to another value that ends them."""
+    for reader in carried.users:
+        if list(reader.args).count(carried) != 1:
+            continue
+        if _adds_to_another(reader, carried, varying):
+            yield (reader,)
+        elif _moves(reader, carried) or _scales_or_shifts(reader, carried, varying):
+            yield from ((reader, *rest) for rest in _chains(reader, varying))
+
+
+def _adds_to_another(reader: Node, carried: Node, varying: set[Node]) -> bool:
+    """One row for several tokens of the stream is no such addition."""
+    others = [operand for operand in reader.all_input_nodes if operand is not carried]
+    adds = operation_of(reader) == "add" and not reader.kwargs and shape_of(reader) == shape_of(carried)
+    return adds and any(operand in varying for operand in others)
+
+
+def _moves(reader: Node, carried: Node) -> bool:
+    return reader.args[0] is carried and operation_of(reader) in MOVES | _CASTS
+
+
+def _scales_or_shifts(reader: Node, carried: Node, varying: set[Node]) -> bool:
+    """Whether it is a normalisation, or arithmetic with what may be independent of the carried value or measured of it:
+    what is subtracted is stored or a number for several of its elements.
+    """
+    kind, first = operation_of(reader), reader.args[0] is carried
+    if kind in _NORMS:
+        return first and _is_settled_norm(reader)
+    if kind not in _SCALES | _SHIFTS or reader.kwargs or shape_of(reader) != shape_of(carried):
+        return False
+    others = [operand for operand in reader.all_input_nodes if operand is not carried and operand in varying]
+    reduced = all(shape_of(operand) != shape_of(carried) for operand in others)
+    return (first or kind in _EITHER_WAY) and (kind in _SCALES or reduced)
+
+
+def _measured(carried: list[Node], way: list[Node]) -> set[Node] | None:
+    """What is made of the carried values and read on their way alone, as a token's length is; None where anything of
+    it is read elsewhere.
+    """
+    found: set[Node] = set()
+    pending = [*carried]
+    while pending:
+        readers = [user for user in pending.pop().users if operation_of(user) != "sym_size"]
+        new = [user for user in readers if user not in found and user not in way]
+        if any(user > way[-1] for user in new):
+            return None
+        found.update(new)
+        pending += new
+    return found
 
 
 def _is_settled_norm(node: Node) -> bool:
     """Whether a normalisation's scales are stored, or are of each token [..., C] by itself."""
-    if operation_of(node) == "layer_norm":
+    if operation_of(node) in _OF_TOKENS:
         return len(node.args[1]) == 1  # type: ignore[arg-type]
     return operation_of(node) == "batch_norm" and not node.args[5]
-
-
-def _reader(node: Node) -> Node | None:
-    """The one operation that reads more than a length of `node`; None where there are none, or several."""
-    readers = [user for user in node.users if operation_of(user) != "sym_size"]
-    return readers[0] if len(readers) == 1 else None
 
 
 def varying_nodes(module: GraphModule) -> set[Node]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fits import KINDS, NORMED, WIDTH, Attention, Model, calibration, error_on_others, pictures
+from fits import GATED, KINDS, LAYER_NORM, NORMED, WIDTH, Attention, Model, calibration, error_on_others, pictures
 from torch import Tensor, nn
 
 from attnrewrite.calibration import branches as branches_of
@@ -32,7 +32,7 @@ from attnrewrite.variants.base import Form, Heads
 from attnrewrite.variants.registry import get_variant
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, GATED])
 def test_every_residual_branch_is_found_and_its_map_recovered(kind: str) -> None:
     """Spoil every map that ends a branch: fitted without a ridge to its stream, the student is the teacher again."""
     given = calibration(kind, get_variant("softmax"))
@@ -51,8 +51,9 @@ def test_every_residual_branch_is_found_and_its_map_recovered(kind: str) -> None
     assert distance(given).error < 1e-8
 
 
-def test_behind_a_layer_normalisation_a_small_change_is_taken_back_but_for_what_it_does_to_lengths() -> None:
-    given = calibration(NORMED, get_variant("softmax"))
+@pytest.mark.parametrize("kind", NORMED)
+def test_behind_a_normalisation_a_small_change_is_taken_back_but_for_what_it_does_to_lengths(kind: str) -> None:
+    given = calibration(kind, get_variant("softmax"))
     found = list(branches(given.student))
     assert [branch.site is not None for branch in found] == [True, False, True, False]
     assert all(branch.stream is not branch.node for branch in found)
@@ -68,11 +69,11 @@ def test_behind_a_layer_normalisation_a_small_change_is_taken_back_but_for_what_
 def test_channels_that_a_layer_normalisation_hides_do_not_grow_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = []
     for least in (None, branches_of.LEAST_GAIN, 0.0):
-        model = Model(NORMED)
+        model = Model(LAYER_NORM)
         with torch.no_grad():
             for norm in (model.blocks[1].first, model.blocks[1].second):  # of what the first block changed
                 norm.weight[::2] = 1e-5
-        given = calibration(NORMED, get_variant("l1"), pictures(300), model=model)
+        given = calibration(LAYER_NORM, get_variant("l1"), pictures(300), model=model)
         if least is not None:
             monkeypatch.setattr(branches_of, "LEAST_GAIN", least)
             Fit().run(given)
@@ -82,7 +83,7 @@ def test_channels_that_a_layer_normalisation_hides_do_not_grow_over_the_others(m
     assert after < 0.8 * spoilt
 
 
-@pytest.mark.parametrize("kind", [*KINDS, NORMED])
+@pytest.mark.parametrize("kind", [*KINDS, GATED, *NORMED])
 def test_what_a_map_gives_and_the_shift_of_its_path_are_what_its_branch_adds(kind: str) -> None:
     given = calibration(kind, get_variant("l1"))
     for branch in branches(given.student):
@@ -93,6 +94,45 @@ def test_what_a_map_gives_and_the_shift_of_its_path_are_what_its_branch_adds(kin
         y = branch.outputs(values[branch.node])
         added = branch.change_of_stream(y, values) + branch.shift(y[..., 0], values)
         torch.testing.assert_close(added, values[branch.stream] - values[branch.beside], rtol=1e-4, atol=1e-4)
+
+
+class Itself(nn.Module):
+    """Two blocks of attention; what each adds beside it depends on the map's own outputs in full, or is read again."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.what = what
+        self.embed, self.head = nn.Conv2d(3, WIDTH, 2, 2), nn.Linear(WIDTH, 5)
+        self.first, self.second, self.map = Attention(), Attention(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        x = x + self.first(x)
+        y = self.map(x)
+        length = y.square().mean(-1, keepdim=True).sqrt()
+        if self.what == "gates itself":
+            x = x + y * y.sigmoid()
+        elif self.what == "added to itself":
+            x = y + y.tanh()
+        elif self.what == "less than itself":
+            x = x + (y - y.tanh())
+        else:
+            x = x + y / length
+        x = x + self.second(x)
+        return self.head((x + length if self.what == "read again" else x).mean(1))
+
+
+@pytest.mark.parametrize("what", ["gates itself", "added to itself", "less than itself", "read again"])
+def test_a_map_is_no_branch_whose_outputs_are_more_than_moved_and_scaled(what: str) -> None:
+    given = calibration(what, get_variant("l1"), model=Itself(what))
+    assert [branch.site is not None for branch in branches(given.student)] == [True, True]
+
+
+def test_a_map_divided_by_its_own_length_is_a_branch() -> None:
+    given = calibration("length", get_variant("l1"), model=Itself("length"))
+    assert [branch.site is not None for branch in branches(given.student)] == [True, False, True]
+    assert [branch.normalised for branch in branches(given.student)] == [False, True, False]
 
 
 class Contexts(nn.Module):

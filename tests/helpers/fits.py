@@ -52,16 +52,56 @@ class ConvMlp(nn.Sequential):
         return super().forward(image).flatten(2).transpose(1, 2)
 
 
+class WrittenLayerNorm(nn.LayerNorm):
+    """As an exporter writes it for an opset without the operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        apart = x - x.mean(-1, keepdim=True)
+        return apart / (apart.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.weight + self.bias
+
+
+class TwiceCentred(nn.LayerNorm):
+    """As ConvNeXt's of channels: centred for the variance, and again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        variance = (x - mean).pow(2).mean(-1, keepdim=True)
+        return self.weight * ((x - mean) / torch.sqrt(variance + self.eps)) + self.bias
+
+
+class WrittenRmsNorm(nn.RMSNorm):
+    """As language models write it, in float32 whatever comes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * (1 + self.weight)).type_as(x)
+
+
+GATED = "gated"  # by what the stream says of the whole image
+LAYER_NORM = "a layer norm"
+NORMS = {
+    LAYER_NORM: nn.LayerNorm,
+    "a layer norm written out": WrittenLayerNorm,
+    "a layer norm centred twice": TwiceCentred,
+    "an RMS norm": nn.RMSNorm,
+    "an RMS norm written out": WrittenRmsNorm,
+}
+
+
 class Block(nn.Module):
-    """One block in seven arrangements; each has two branches that end in a linear map."""
+    """One block in several arrangements; each has two branches that end in a linear map."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
         self.attention, self.mlp = Attention(), ConvMlp() if kind == "convolutions" else Mlp()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        norm = NORMS.get(kind, nn.LayerNorm)
+        self.first, self.second = norm(WIDTH), norm(WIDTH)
         self.scale = nn.Parameter(torch.linspace(0.2, 2.0, WIDTH))
         self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH) for _ in range(2)])
+        if kind == GATED:
+            self.gate = nn.Linear(WIDTH, WIDTH)
         if kind == "normalised":
             self.mlp[2] = nn.Linear(2 * WIDTH, WIDTH, bias=False)  # the normalisation has one
         for norm in self.norms:
@@ -77,7 +117,11 @@ class Block(nn.Module):
         if self.kind == "normalised":
             x = x + self.norms[0](self.attention(self.first(x)).flatten(0, 1)).reshape_as(x)
             return x + self.norms[1](self.mlp(self.second(x)).flatten(0, 1)).reshape_as(x)
-        if self.kind == NORMED:
+        if self.kind == GATED:
+            gate = torch.sigmoid(self.gate(x.mean(1, keepdim=True)))
+            x = x + gate * self.attention(self.first(x))
+            return x + self.mlp(self.second(x)) / (1.5 - gate)
+        if self.kind in NORMS:
             x = x + self.first(self.attention(x))
             return x + self.second(self.mlp(x))
         if self.kind == "windows":
@@ -108,7 +152,7 @@ class Model(nn.Module):
 
 
 KINDS = ("post-norm", "pre-norm", "parallel", "windows", "convolutions", "normalised")
-NORMED = "res-post-norm"  # whose branches end in a layer normalisation: to first order, linear maps
+NORMED = tuple(NORMS)  # whose branches end in that: to first order, linear maps
 
 
 def pictures(count: int = 96) -> Images:
