@@ -54,7 +54,13 @@ class Step:
 
     @property
     def shifts(self) -> bool:
-        return operation_of(self.node) in _SHIFTS or self._normalises
+        return operation_of(self.node) in _SHIFTS | {"cat"} or self._normalises
+
+    @property
+    def independent(self) -> set[Node]:
+        """What the carried value must be no part of: of that, a number for several elements at most may be measured."""
+        joined = operation_of(self.node) == "cat"
+        return {operand for operand in self.others if joined or shape_of(operand) == shape_of(self.carried)}
 
     @property
     def _normalises(self) -> bool:
@@ -64,6 +70,8 @@ class Step:
         """What the operation makes of a change of what it carries."""
         if self._normalises:
             return moved * self._scale_and_shift(values)[0]
+        if operation_of(self.node) == "cat":
+            return self._run(moved, {operand: torch.zeros_like(values[operand]) for operand in self.others})
         return moved if self.shifts else self._run(moved, values)
 
     def apply_whole(self, moved: Tensor, values: Values) -> Tensor:
@@ -117,8 +125,8 @@ def way_to_stream(node: Node, varying: set[Node]) -> tuple[tuple[Step, ...], Nod
             continue
         path = tuple(_step(reader, of, measured) for of, reader in zip(carried, taken, strict=False))
         beside = next(operand for operand in stream.all_input_nodes if operand is not carried[-1])
-        full = [operand for step in path for operand in step.others if shape_of(operand) == shape_of(step.carried)]
-        if measured.union(carried).isdisjoint([beside, *full]):
+        independent = {beside}.union(*(step.independent for step in path))
+        if measured.union(carried).isdisjoint(independent):
             return path, stream, beside
     return (), node, None
 
@@ -131,7 +139,7 @@ def _step(node: Node, carried: Node, measured: set[Node]) -> Step:
 def _chains(carried: Node, varying: set[Node]) -> Iterator[tuple[Node, ...]]:
     """Operations one after the other that move, scale and shift, and the addition to another value that ends them."""
     for reader in carried.users:
-        if list(reader.args).count(carried) != 1:
+        if _operands(reader).count(carried) != 1:
             continue
         if _adds_to_another(reader, carried, varying):
             yield (reader,)
@@ -146,8 +154,14 @@ def _adds_to_another(reader: Node, carried: Node, varying: set[Node]) -> bool:
     return adds and any(operand in varying for operand in others)
 
 
+def _operands(reader: Node) -> list[object]:
+    """Its arguments, those of a list one by one."""
+    return [each for arg in reader.args for each in (arg if isinstance(arg, list | tuple) else [arg])]
+
+
 def _moves(reader: Node, carried: Node) -> bool:
-    return reader.args[0] is carried and operation_of(reader) in MOVES | _CASTS
+    kind = operation_of(reader)
+    return kind == "cat" or (kind in MOVES | _CASTS and reader.args[0] is carried)
 
 
 def _scales_or_shifts(reader: Node, carried: Node, varying: set[Node]) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fits import GATED, KINDS, LAYER_NORM, NORMED, WIDTH, Attention, Model, calibration, error_on_others, pictures
+from fits import KINDS, LAYER_NORM, LINEAR, NORMED, WIDTH, Attention, Model, calibration, error_on_others, pictures
 from torch import Tensor, nn
 
 from attnrewrite.calibration import branches as branches_of
@@ -32,7 +32,7 @@ from attnrewrite.variants.base import Form, Heads
 from attnrewrite.variants.registry import get_variant
 
 
-@pytest.mark.parametrize("kind", [*KINDS, GATED])
+@pytest.mark.parametrize("kind", LINEAR)
 def test_every_residual_branch_is_found_and_its_map_recovered(kind: str) -> None:
     """Spoil every map that ends a branch: fitted without a ridge to its stream, the student is the teacher again."""
     given = calibration(kind, get_variant("softmax"))
@@ -83,7 +83,7 @@ def test_channels_that_a_layer_normalisation_hides_do_not_grow_over_the_others(m
     assert after < 0.8 * spoilt
 
 
-@pytest.mark.parametrize("kind", [*KINDS, GATED, *NORMED])
+@pytest.mark.parametrize("kind", [*LINEAR, *NORMED])
 def test_what_a_map_gives_and_the_shift_of_its_path_are_what_its_branch_adds(kind: str) -> None:
     given = calibration(kind, get_variant("l1"))
     for branch in branches(given.student):

@@ -80,6 +80,7 @@ class WrittenRmsNorm(nn.RMSNorm):
 
 GATED = "gated"  # by what the stream says of the whole image
 LAYER_NORM = "a layer norm"
+JOINED = "joined"  # with other tokens, as in XCiT's blocks of a class token
 NORMS = {
     LAYER_NORM: nn.LayerNorm,
     "a layer norm written out": WrittenLayerNorm,
@@ -121,6 +122,9 @@ class Block(nn.Module):
             gate = torch.sigmoid(self.gate(x.mean(1, keepdim=True)))
             x = x + gate * self.attention(self.first(x))
             return x + self.mlp(self.second(x)) / (1.5 - gate)
+        if self.kind == JOINED:
+            x = x + torch.cat([self.attention(self.first(x))[:, :20], self.first(x)[:, 20:]], 1) * self.scale
+            return x + torch.cat([self.first(x)[:, :3], self.mlp(self.second(x)[:, 3:])], 1)
         if self.kind in NORMS:
             x = x + self.first(self.attention(x))
             return x + self.second(self.mlp(x))
@@ -152,6 +156,7 @@ class Model(nn.Module):
 
 
 KINDS = ("post-norm", "pre-norm", "parallel", "windows", "convolutions", "normalised")
+LINEAR = (*KINDS, GATED, JOINED)
 NORMED = tuple(NORMS)  # whose branches end in that: to first order, linear maps
 
 
