@@ -60,7 +60,7 @@ class Step:
     def independent(self) -> set[Node]:
         """What the carried value must be no part of: of that, a number for several elements at most may be measured."""
         joined = operation_of(self.node) == "cat"
-        return {operand for operand in self.others if joined or shape_of(operand) == shape_of(self.carried)}
+        return {operand for operand in self.others if joined or not _repeats(operand, self.carried)}
 
     @property
     def _normalises(self) -> bool:
@@ -174,8 +174,15 @@ def _scales_or_shifts(reader: Node, carried: Node, varying: set[Node]) -> bool:
     if kind not in _SCALES | _SHIFTS or reader.kwargs or shape_of(reader) != shape_of(carried):
         return False
     others = [operand for operand in reader.all_input_nodes if operand is not carried and operand in varying]
-    reduced = all(shape_of(operand) != shape_of(carried) for operand in others)
-    return (first or kind in _EITHER_WAY) and (kind in _SCALES or reduced)
+    settled = all(_repeats(operand, carried) for operand in others)
+    return (first or kind in _EITHER_WAY) and (kind in _SCALES or settled)
+
+
+def _repeats(operand: Node, carried: Node) -> bool:
+    """Whether each of its elements is for several of the carried value."""
+    while operation_of(operand) in {"expand", "expand_as"}:
+        operand = operand.args[0]  # type: ignore[assignment]
+    return shape_of(operand) != shape_of(carried)
 
 
 def _measured(carried: list[Node], way: list[Node]) -> set[Node] | None:

@@ -78,6 +78,15 @@ class WrittenRmsNorm(nn.RMSNorm):
         return (wide * (1 + self.weight)).type_as(x)
 
 
+class UnitLength(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1.0, 3.0, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1) * self.weight
+
+
 GATED = "gated"  # by what the stream says of the whole image
 LAYER_NORM = "a layer norm"
 JOINED = "joined"  # with other tokens, as in XCiT's blocks of a class token
@@ -87,6 +96,7 @@ NORMS = {
     "a layer norm centred twice": TwiceCentred,
     "an RMS norm": nn.RMSNorm,
     "an RMS norm written out": WrittenRmsNorm,
+    "a unit length": UnitLength,
 }
 
 
