@@ -25,6 +25,8 @@ _NORMS = {
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
 }
 _OF_TOKENS = {"layer_norm", "rms_norm"}
+_STATISTICS = {"mean", "sum", "var", "std", "norm", "linalg_vector_norm", "pow", "square", "abs", "sqrt", "rsqrt"}
+_STATISTICS |= {"reciprocal", "clamp", "clamp_min", "maximum", "expand", "expand_as"} | _SCALES | _SHIFTS
 
 
 @dataclass(frozen=True)
@@ -186,15 +188,15 @@ def _repeats(operand: Node, carried: Node) -> bool:
 
 
 def _measured(carried: list[Node], way: list[Node]) -> set[Node] | None:
-    """What is made of the carried values and read on their way alone, as a token's length is; None where anything of
-    it is read elsewhere.
+    """The statistics of the carried values that are read on their way alone, as a token's mean and length; None where
+    anything else reads them: a gate that follows them is no scale, even to first order.
     """
     found: set[Node] = set()
     pending = [*carried]
     while pending:
         readers = [user for user in pending.pop().users if operation_of(user) != "sym_size"]
         new = [user for user in readers if user not in found and user not in way]
-        if any(user > way[-1] for user in new):
+        if any(operation_of(user) not in _STATISTICS | MOVES | _CASTS or user > way[-1] for user in new):
             return None
         found.update(new)
         pending += new

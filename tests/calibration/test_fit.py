@@ -113,6 +113,8 @@ class Itself(nn.Module):
         length = y.square().mean(-1, keepdim=True).sqrt()
         if self.what == "gates itself":
             x = x + y * y.sigmoid()
+        elif self.what == "gated by its length":
+            x = x + y * length.sigmoid()
         elif self.what == "added to itself":
             x = y + y.tanh()
         elif self.what == "less than itself":
@@ -123,7 +125,9 @@ class Itself(nn.Module):
         return self.head((x + length if self.what == "read again" else x).mean(1))
 
 
-@pytest.mark.parametrize("what", ["gates itself", "added to itself", "less than itself", "read again"])
+@pytest.mark.parametrize(
+    "what", ["gates itself", "gated by its length", "added to itself", "less than itself", "read again"]
+)
 def test_a_map_is_no_branch_whose_outputs_are_more_than_moved_and_scaled(what: str) -> None:
     given = calibration(what, get_variant("l1"), model=Itself(what))
     assert [branch.site is not None for branch in branches(given.student)] == [True, True]
