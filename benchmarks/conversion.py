@@ -238,6 +238,10 @@ def main() -> None:
     test = test.sample(chosen.test_images or len(test), 0)
     processes = joined_processes()
     bench = Bench(source, captured, load_images(chosen.calibrate), test, chosen.samples, chosen.steps, processes)
+    for row, variant in {**closed_form, **rows}.items():
+        if not bench.sites(variant):
+            reasons = sorted({str(variant.refuse(site)) for site in bench.found})
+            parser.error(f"{row} takes none of the {len(bench.found)} sites of {source.name}: {'; '.join(reasons)}")
     seeds = [int(seed) for seed in chosen.seeds.split(",")]
     print(f"| variant | sites | multiply-adds | {' | '.join(STAGES)} | agreement | seconds |", flush=True)
     print(f"|{'-|' * (len(STAGES) + 5)}", flush=True)
