@@ -61,14 +61,20 @@ class Branch:
     @property
     def reads(self) -> frozenset[Node | Attended]:
         """Whose values `samples` reads."""
-        return self.operands | {self.input}
+        return self.wants | {self.input, self.node}
 
     @property
     def wants(self) -> frozenset[Node]:
         """Whose values `wanted` reads."""
-        if self.normalised:
-            return self.operands | {self.node, self.stream}
-        return self.operands if self.beside is None else self.operands | {self.beside}
+        scales = frozenset() if self.normalised else self.operands
+        return scales if self.beside is None else scales | {self.beside}
+
+    @property
+    def original(self) -> frozenset[Node]:
+        """Whose values in the original both read."""
+        if self.beside is None or not self.normalised:
+            return frozenset({self.stream})
+        return self.operands | {self.node, self.beside}
 
     @property
     def normalised(self) -> bool:
@@ -115,26 +121,29 @@ class Branch:
         return torch.where(gain == 0, gain, moved / gain)
 
     @torch.no_grad()
-    def samples(self, residual: Tensor, values: Values, weights: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Columns [samples, inputs], what has to be added to y [samples, outputs] for `residual` to be added to the
-        stream, and the ones that a bias multiplies [samples], where there is one: each times the root of `weights`
-        [samples]. Tokens that never reach the stream (padding) count nothing.
+    def samples(self, values: Values, original: Values, weights: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Columns [samples, inputs], what has to be added to y [samples, outputs] for the stream to be the original's,
+        and the ones that a bias multiplies [samples], where there is one: each times the root of `weights` [samples].
+        Tokens that never reach the stream (padding) count nothing.
         """
         x = self.inputs(values)
-        target, reaches = self.changes(x[..., 0], residual, values)
+        wanted, reaches = self.wanted(x[..., 0], values, original)
+        target = wanted - self.outputs(values[self.node])
         root = weights.sqrt() * reaches.flatten()
         columns, target = (each.flatten(0, -2) * root.unsqueeze(1) for each in (x, target))
         return columns, target, None if self.bias is None else root
 
-    def wanted(self, rows: Tensor, stream: Tensor, values: Values) -> tuple[Tensor, Tensor]:
-        """What y [..., outputs] has to be for the stream to be `stream`, and which tokens reach it; `rows` is a tensor
-        [...] of as many tokens.
+    def wanted(self, rows: Tensor, values: Values, original: Values) -> tuple[Tensor, Tensor]:
+        """What y [..., outputs] has to be for the stream to be the original's, and which tokens reach it; `rows` is a
+        tensor [...] of as many tokens. To first order about the original's y, where a token is normalised.
         """
-        if self.normalised:
-            change, reaches = self.changes(rows, stream - values[self.stream], values)
-            return self.outputs(values[self.node]) + change, reaches
-        added = stream if self.beside is None else stream - values[self.beside] - self.shift(rows, values)
-        return self.changes(rows, added, values)
+        if self.beside is None:
+            return self.changes(rows, original[self.stream], values)
+        if not self.normalised:
+            added = original[self.stream] - values[self.beside] - self.shift(rows, values)
+            return self.changes(rows, added, values)
+        change, reaches = self.changes(rows, original[self.beside] - values[self.beside], original)
+        return self.outputs(original[self.node]) + change, reaches
 
     def changes(self, rows: Tensor, residual: Tensor, values: Values) -> tuple[Tensor, Tensor]:
         """What is to be added to y [..., outputs] for `residual` to be added to the stream, and which tokens reach it.

@@ -5,12 +5,13 @@ searched for at each site by itself (`descent.py`).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from attnrewrite.calibration import descent
 from attnrewrite.calibration.branches import Branch
@@ -101,7 +102,9 @@ class Fit:
                 point.site.form.refine(lambda: teacher_heads(teacher, name))
             cut = student.order[point.stream] + 1
             cut = cut if following is None else min(cut, student.order[following.node])
-            teacher.advance(teacher.position + 1, cut, keep=(teacher.node(point.stream.name),))
+            reached = point.branch or point.reached
+            if reached is None or not reached.normalised:
+                teacher.advance(teacher.position + 1, cut, keep=(teacher.node(point.stream.name),))
             give_back()
             if self.forms and point.site is not None:
                 samples = _samples(point, teacher, student, weights)
@@ -119,15 +122,13 @@ class Fit:
     def residual_fit(self, branch: Branch, teacher: Segments, student: Segments, weights: Importance) -> Tensor:
         """The change of the branch's map, [columns, outputs]."""
         parts = LeastSquares(), LeastSquares()
-        stream = teacher.node(branch.stream.name)
         stop = student.order[branch.stream] + 1
-        pairs = zip(teacher.run(stop, {stream}), student.run(stop, {branch.stream, *branch.reads}), strict=True)
-        for (index, wanted), (_, values) in pairs:
-            residual = wanted[stream] - values[branch.stream]
+        pairs = zip(_originals(teacher, branch.original), student.run(stop, branch.reads), strict=True)
+        for original, (index, values) in pairs:
             student.hold(index, {branch.input: values[branch.input]})  # the map alone changes now
             counts = weights.of(branch.node.name, index)
             choosing = student.images.bounds[index][0] >= min(student.images.parts, default=math.inf)
-            parts[choosing].add(*branch.samples(residual, values, counts))
+            parts[choosing].add(*branch.samples(values, original, counts))
         fit, chosen = (_everyones(part, student.processes, branch) for part in parts)
         if chosen.gram is None or chosen.moment is None or chosen.energy is None:
             return fit.solve(self.ridge)
@@ -138,6 +139,14 @@ class Fit:
             return torch.zeros_like(chosen.moment)
         fit.add_statistics(chosen.gram, chosen.moment)
         return fit.solve(best)
+
+
+def _originals(teacher: Segments, nodes: Collection[Node]) -> Iterator[Values]:
+    """The teacher's values of the student's `nodes`, batch by batch of this process."""
+    own = {node: teacher.node(node.name) for node in nodes}
+    stop = 1 + max(map(teacher.order.__getitem__, own.values()))
+    for _, values in teacher.run(stop, set(own.values())):
+        yield {node: values[there] for node, there in own.items()}
 
 
 def _left_out(points: list[Point]) -> Iterator[str]:
@@ -194,19 +203,19 @@ def _searched_site(point: Point, student: Segments) -> Searched:
 def _own_samples(point: Point, teacher: Segments, student: Segments, weights: Importance) -> Iterator[descent.Sample]:
     searched = _searched_site(point, student)
     branch = point.reached if isinstance(searched.site.output, TracedWrite) else point.branch
-    stream = teacher.node(point.stream.name if branch is None else branch.stream.name)
     needs = {*searched.reads, *(() if branch is None else branch.wants)}
     stop = 1 + max(map(student.order.__getitem__, needs))
-    past = teacher.run(teacher.order[stream] + 1, {stream})
-    for (index, wanted), (_, values) in zip(past, student.run(stop, needs), strict=True):
+    behind = point.stream if branch is None else branch.stream
+    past = _originals(teacher, {behind} if branch is None else branch.original)
+    for original, (index, values) in zip(past, student.run(stop, needs), strict=True):
         images = student.images.size_of(index)
         if branch is None:
             outputs = None
-            target, counts = _heads_wanted(searched.site, wanted[stream])
+            target, counts = _heads_wanted(searched.site, original[behind])
         else:
             outputs = weights.outputs[branch.node.name].float()
             rows = weights.of(branch.node.name, index)
-            target, counts = _wanted(branch, wanted[stream], values, rows, images)
+            target, counts = _wanted(branch, values, original, rows, images)
         read_ones = [values[node] for node in searched.reads]
         yield descent.sampled(searched.site, read_ones, target, counts, images, outputs)
 
@@ -221,12 +230,12 @@ def _heads_wanted(site: SiteModule, heads: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _wanted(branch: Branch, stream: Tensor, values: Values, rows: Tensor, images: int) -> tuple[Tensor, Tensor]:
-    """What the map of `branch` should give beside the student's `values`, where the teacher's stream behind it is
-    `stream` and its `rows` count so much, and what the tokens of so many `images` count in a search.
+def _wanted(branch: Branch, values: Values, original: Values, rows: Tensor, images: int) -> tuple[Tensor, Tensor]:
+    """What the map of `branch` should give beside the student's `values`, where the teacher's are `original` and its
+    `rows` count so much, and what the tokens of so many `images` count in a search.
     """
     rows = branch.by_token(rows)
-    target, reaches = branch.wanted(rows, stream, values)
+    target, reaches = branch.wanted(rows, values, original)
     return target, descent.flattened(rows, images) * reaches
 
 
