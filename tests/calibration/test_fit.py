@@ -66,6 +66,24 @@ def test_behind_a_normalisation_a_small_change_is_taken_back_but_for_what_it_doe
     assert distance(given).error < 0.03 * before
 
 
+@pytest.mark.parametrize("kind", NORMED)
+def test_behind_a_normalisation_a_map_is_to_give_what_the_original_does_but_for_errors_of_the_stream(kind: str) -> None:
+    model = Model(kind)
+    given = calibration(kind, get_variant("l1"), model=model)
+    branch = next(branches(given.student))
+    with Segments(given.student, given.images, Processes()) as segments:
+        _, original = next(segments.run(segments.order[branch.stream] + 1, {branch.stream, *branch.original}))
+    assert branch.beside is not None
+    y, beside = branch.outputs(original[branch.node]), original[branch.beside]
+    wanted, _ = branch.wanted(y[..., 0], {branch.beside: beside}, original)
+    torch.testing.assert_close(wanted, y)
+    error = 1e-3 * torch.randn(beside.shape, generator=torch.Generator().manual_seed(3))
+    wanted, _ = branch.wanted(y[..., 0], {branch.beside: beside + error}, original)
+    with torch.no_grad():
+        stream = beside + error + model.blocks[0].first(wanted)
+    assert (stream - original[branch.stream]).square().mean() < 0.4 * error.square().mean()  # its mean and length stay
+
+
 def test_channels_that_a_layer_normalisation_hides_do_not_grow_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = []
     for least in (None, branches_of.LEAST_GAIN, 0.0):
