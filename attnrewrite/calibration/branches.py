@@ -15,7 +15,7 @@ from attnrewrite.calibration.way import MOVES, Step, operation_of, shape_of, var
 from attnrewrite.passes.site_module import ProjectedWrite, SiteModule, read, write
 
 SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solve
-LEAST_GAIN = 0.1  # of a token's mean: what a layer normalisation hides more of is taken for as much
+LEAST_GAIN = 0.1  # of a token's mean: what a normalisation hides more of is taken for as much
 
 _REGROUPS = {"flatten", "view", "_unsafe_view", "reshape"}
 
@@ -36,7 +36,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Branch:
-    """y = x W^T + b at `node`, moved and scaled along `path`, then added to the stream at `stream`.
+    """y = x W^T + b at `node`, moved, scaled and shifted along `path`, then added to the stream at `stream`.
 
     `axis` is the one that the map works on: the last of tokens, the first after the batch where a convolution of one
     pixel is the map. `beside` is what it is added to; where nothing adds (no residual connection), that is None, and

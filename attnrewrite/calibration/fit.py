@@ -103,7 +103,7 @@ class Fit:
             cut = student.order[point.stream] + 1
             cut = cut if following is None else min(cut, student.order[following.node])
             reached = point.branch or point.reached
-            if reached is None or not reached.normalised:
+            if reached is None or not reached.normalised:  # which asks for more than the stream
                 teacher.advance(teacher.position + 1, cut, keep=(teacher.node(point.stream.name),))
             give_back()
             if self.forms and point.site is not None:

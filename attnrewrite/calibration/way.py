@@ -1,5 +1,5 @@
-"""The way from a linear map to the residual stream, of operations that move and scale; and what is read of a graph's
-nodes to follow it.
+"""The way from a linear map to the residual stream, of operations that move, scale and shift; and what is read of a
+graph's nodes to follow it.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Step:
 
     It moves, scales and shifts. A normalisation scales and shifts by what it has stored, or, of a token, by what it
     measures of it as it is now, be it one operation or written out: to first order that is what a change of the token
-    makes, but for its own length. `measures`: the latter.
+    makes, but for its own length. `measures`: whether it does the latter.
     """
 
     node: Node

@@ -79,6 +79,8 @@ class WrittenRmsNorm(nn.RMSNorm):
 
 
 class UnitLength(nn.Module):
+    """Each token divided by its length, which `F.normalize` expands."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(1.0, 3.0, width))
