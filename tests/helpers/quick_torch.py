@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from torch._export import utils
 from torch._export.serde import schema, serialize
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import ExportedProgram, _trace, exported_program
+from torch.fx import graph_module
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 _torchs_own_override = exported_program._override_composite_implicit_decomp
@@ -143,6 +144,19 @@ def _set_kernels(operator: Any, kernels: dict) -> None:
     operator._dispatch_cache.clear()
 
 
+def _exec_with_source(source: str, names: dict[str, Any], fields: dict[str, Any] | None = None) -> None:
+    """Every pass of an export has its graph written as Python, most of them the same one."""
+    exec(_in_file(_compiled(source), graph_module._loader.cache(source, names, fields)), names)
+
+
+_compiled = cache(partial(compile, filename="", mode="exec", dont_inherit=True))
+
+
+def _in_file(code: CodeType, name: str) -> CodeType:
+    inside = (_in_file(each, name) if isinstance(each, CodeType) else each for each in code.co_consts)
+    return code.replace(co_filename=name, co_consts=tuple(inside))
+
+
 @cache
 def _fields(schema_class: type) -> dict[str, Any]:
     return typing.get_type_hints(schema_class, globalns=vars(schema))
@@ -154,6 +168,7 @@ def apply(patch: pytest.MonkeyPatch) -> None:
     # It parses its whole ONNX operator library at every export.
     patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
     patch.setattr(_trace, "_export", _export)
+    patch.setattr(graph_module, "_exec_with_source", _exec_with_source)
     # It reads the types of its records anew for every record of a file.
     typed = {**vars(typing), "get_type_hints": lambda schema_class, globalns: _fields(schema_class)}
     patch.setattr(serialize, "typing", SimpleNamespace(**typed))
