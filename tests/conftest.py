@@ -95,7 +95,6 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(7_000)  # tenfold: a trace makes and drops objects by the hundred thousand
 
 
-@pytest.hookimpl
 def pytest_runtest_setup() -> None:
     """coremltools ends each conversion with a look through all that lives; here it looks at what is young."""
     if entry := sys.modules.get("coremltools.converters._converters_entry"):

@@ -103,7 +103,7 @@ class Model(nn.Module):
         before = self.norms[0](x)
         x = x + first(before)
         x = x + second(self.norms[1](x), first.values(before))  # values that the next attention adds to its own
-        for norm, attention in zip(self.norms[2:], others, strict=False):
+        for norm, attention in zip(self.norms[2:-2], others, strict=True):
             x = x + attention(norm(x))
         asked = self.learned.repeat(x.shape[0], 1, 1)
         asked = self.norms[-2](asked + own(asked))  # learned tokens that see each other
