@@ -6,6 +6,7 @@ from attnrewrite.patterns.softmaxes import LOG_SOFTMAX
 
 _PROBABILITIES = frozenset(("softmax", LOG_SOFTMAX, "sigmoid", "log_sigmoid"))
 _JOINED = frozenset(("cat", "concat", "stack"))
+_OVER_PLACES = frozenset(("mean", "sum", "max", "amax"))
 _SHIFTS, _SCALES = frozenset(("add", "sub")), frozenset(("mul", "div"))
 
 
@@ -34,11 +35,11 @@ def are_logits(graph: GraphView, value: str) -> bool:
 
 
 def _keeps_classes(operation: Operation) -> bool:
-    """Whether an operation on one tensor moves, averages, scales or shifts."""
+    """Whether an operation on one tensor moves, scales, shifts, or takes an average or the largest over places."""
     if operation.kind == "map":
         return operation.name in {"identity", *_SHIFTS, *_SCALES}
-    averages = operation.kind == "pool" or (operation.kind == "reduce" and operation.name in {"mean", "sum"})
-    return operation.kind == "move" or averages
+    over_places = operation.kind == "pool" or (operation.kind == "reduce" and operation.name in _OVER_PLACES)
+    return operation.kind == "move" or over_places
 
 
 def _are_of_heads(graph: GraphView, operation: Operation, operands: list[str]) -> bool:

@@ -46,6 +46,7 @@ LOGITS: dict[str, Callable[[Model, Tensor], object]] = {
     "two heads' mean": lambda m, x: (m.fc(x[:, 0]) + m.other(x[:, 1])) / 2,
     "two heads' weighted sum": lambda m, x: torch.stack([m.shift * m.fc(x[:, 0]), 2 * m.other(x[:, 1])]).sum(0),
     "two heads side by side": lambda m, x: torch.cat([m.fc(x[:, 0]), m.other(x[:, 1])], 1),
+    "one token's, and the largest of all others'": lambda m, x: m.fc(x[:, 0]) + 0.5 * m.other(x[:, 1:]).max(1)[0],
     "pictures by texts": lambda m, x: F.normalize(x[:, 0], dim=1) @ m.texts.t() * m.temperature.exp(),
     "pictures by each other": lambda m, x: x[:, 0] @ F.normalize(x[:, 1], dim=1).t(),
     "the first of several": lambda m, x: (m.fc(x[:, 0]), x),
