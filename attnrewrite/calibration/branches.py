@@ -104,9 +104,10 @@ class Branch:
         return y.movedim(self.axis, -1)
 
     def by_token(self, rows: Tensor) -> Tensor:
-        """A number for each row of a map of tokens, as [batch, tokens]."""
+        """A number for each row, as [batch, tokens]; of a map of pixels, as [batch, height, width]."""
         if self.site is None:
-            return rows.reshape(-1, int(self.node.meta["val"].shape[-2]))
+            lengths = self.outputs(self.node.meta["val"]).shape[1:-1]
+            return rows.reshape(-1, *map(int, lengths))
         assert isinstance(self.site.output, ProjectedWrite)
         layout = self.site.output.layout
         return rows.reshape(layout.count(layout.batch), layout.count(layout.tokens))

@@ -236,7 +236,7 @@ def _wanted(branch: Branch, values: Values, original: Values, rows: Tensor, imag
     """
     rows = branch.by_token(rows)
     target, reaches = branch.wanted(rows, values, original)
-    return target, descent.flattened(rows, images) * reaches
+    return target.flatten(1, -2), descent.flattened(rows.flatten(1), images) * reaches.flatten(1)
 
 
 def _teacher_site(teacher: Segments, name: str) -> SiteModule:

@@ -100,8 +100,8 @@ def back_from(module: GraphModule, end: Node, varying: Collection[Node]) -> Part
 
 
 def on_to(module: GraphModule, start: Node, end: Node) -> Part | None:
-    """From the value of `start`, and at most one other, on to the linear map at `end`, which is the first that all that
-    reads `start` comes to.
+    """From the value of `start`, and at most one other, on to the map of tokens or pixels at `end`, which is the first
+    that all that reads `start` comes to.
     """
     found: set[Node] = set()
     walk = list(start.users)
@@ -113,7 +113,7 @@ def on_to(module: GraphModule, start: Node, end: Node) -> Part | None:
             return None
         found.add(node)
         walk += [] if node is end else node.users
-    if end not in found or len(shape_of(end)) != 3:
+    if end not in found or len(shape_of(end)) < 3:
         return None
     varying = varying_nodes(module)
     behind = dict.fromkeys(operand for node in found for operand in node.all_input_nodes if operand not in found)

@@ -39,19 +39,21 @@ class TracedRead(nn.Module):
 
 
 class TracedWrite(nn.Module):
-    """The part of a graph that makes what a linear map gives [B, N, outputs] of the heads' outputs, and of the value
-    called `beside`, if it reads another.
+    """The part of a graph that makes what a map along `axis` gives [B, N, outputs] of the heads' outputs, and of the
+    value called `beside`, if it reads another.
     """
 
-    def __init__(self, own: Write, part: GraphModule, beside: str | None) -> None:
+    def __init__(self, own: Write, part: GraphModule, axis: int, beside: str | None) -> None:
         super().__init__()
         self.layout = own.layout
         self.part = part
+        self.axis = axis
         self.beside = beside
 
     def forward(self, heads: Tensor, beside: Tensor | None = None) -> Tensor:
         others = () if beside is None else (beside,)
-        return self.part(write(heads, self.layout), *others)  # type: ignore[no-any-return]
+        made: Tensor = self.part(write(heads, self.layout), *others)
+        return made.movedim(self.axis, -1).flatten(1, -2)
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,11 @@ def with_projections(module: GraphModule, node: Node, reached: Branch | None = N
         found.roles[role] = tokens.name
         setattr(found, role, TracedRead(getattr(site, role), part.as_module(module, inside), site.heads))
     way = None if reached is None else on_to(module, node, reached.node)
-    if way is not None:
+    if reached is not None and way is not None:
         given |= {each.name: each for each in way.inputs[1:]}
         beside = next((each.name for each in way.inputs[1:]), None)
         assert isinstance(site.output, Write)
-        found.output = TracedWrite(site.output, way.as_module(module), beside)
+        found.output = TracedWrite(site.output, way.as_module(module), reached.axis, beside)
     found.values = tuple(given)
     changed = inside & varying
     begins = next(each for each in module.graph.nodes if each is node or each in changed)
@@ -104,7 +106,7 @@ def reaches(module: GraphModule, node: Node, branch: Branch) -> bool:
     """Whether the heads' outputs of the site at `node`, which has no output projection of its own, get to the map of
     `branch`, and nowhere else.
     """
-    return branch.site is None and branch.axis == -1 and on_to(module, node, branch.node) is not None
+    return branch.site is None and on_to(module, node, branch.node) is not None
 
 
 def _projected(module: GraphModule, node: Node, site: SiteModule, varying: Collection[Node]) -> dict[str, Part]:

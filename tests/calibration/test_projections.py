@@ -157,6 +157,30 @@ class GatedBehind(NormedBehind):
         return self.proj(self.attended(x) * self.gate(x).sigmoid())
 
 
+class OfPixels(NormedBehind):
+    """An activation, then a map that is a convolution, normalised (LeViT's other spelling)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Sequential(nn.Hardswish(), nn.Conv2d(WIDTH, WIDTH, 1, bias=False), nn.BatchNorm2d(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.attended(x).mT.unflatten(2, (SIDE, SIDE))
+        return self.proj(out).flatten(2).mT
+
+
+class OfSomePixels(OfPixels):
+    """Other channels go by attention (SHViT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj[1] = nn.Conv2d(2 * WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [each.mT.unflatten(2, (SIDE, SIDE)) for each in (self.attended(x), x)]
+        return self.proj(torch.cat(parts, 1)).flatten(2).mT
+
+
 class ReadTwice(NormedBehind):
     """What the heads give is read by another, too."""
 
@@ -166,7 +190,7 @@ class ReadTwice(NormedBehind):
 
 
 TRACED: tuple[type[Between], ...] = (Between, Turned, NormedAndTurned, AllNormed, Tempered, Heated, HeatedByImage)
-BEHIND: tuple[type[nn.Module], ...] = (Beside, NormedBehind, GatedBehind)
+BEHIND: tuple[type[nn.Module], ...] = (Beside, NormedBehind, GatedBehind, OfPixels, OfSomePixels)
 LEFT: tuple[type[nn.Module], ...] = (Gated, Folded)
 
 
@@ -223,7 +247,7 @@ def test_a_site_gives_what_the_map_gives_that_it_reaches(attention: type[nn.Modu
         with Segments(found.student, found.images, found.processes) as student:
             end = point.reached.node
             _, values = next(student.run(student.order[end] + 1, {end, *around.reads}))
-        wanted = values[end]
+        wanted = point.reached.outputs(values[end]).flatten(1, -2)
         given_ones = [values[node] for node in around.reads]
         sample = sampled(around.site, given_ones, wanted, wanted[..., 0], len(wanted))
         torch.testing.assert_close(output(around.site, sample), wanted, rtol=0, atol=1e-5)
