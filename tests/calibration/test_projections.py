@@ -169,6 +169,13 @@ class OfPixels(NormedBehind):
         return self.proj(out).flatten(2).mT
 
 
+class OfPlaces(NormedBehind):
+    """Tokens laid out as a picture, channels last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.norm(self.attended(x).unflatten(1, (SIDE, SIDE)))).flatten(1, 2)
+
+
 class OfSomePixels(OfPixels):
     """Other channels go by attention (SHViT)."""
 
@@ -190,7 +197,7 @@ class ReadTwice(NormedBehind):
 
 
 TRACED: tuple[type[Between], ...] = (Between, Turned, NormedAndTurned, AllNormed, Tempered, Heated, HeatedByImage)
-BEHIND: tuple[type[nn.Module], ...] = (Beside, NormedBehind, GatedBehind, OfPixels, OfSomePixels)
+BEHIND: tuple[type[nn.Module], ...] = (Beside, NormedBehind, GatedBehind, OfPlaces, OfPixels, OfSomePixels)
 LEFT: tuple[type[nn.Module], ...] = (Gated, Folded)
 
 
