@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration.segments import Attended, Values, rewritten_site
-from attnrewrite.calibration.way import MOVES, Step, operation_of, shape_of, varying_nodes, way_to_stream
+from attnrewrite.calibration.way import MOVES, Step, map_axis, operation_of, shape_of, varying_nodes, way_to_stream
 from attnrewrite.passes.site_module import ProjectedWrite, SiteModule, read, write
 
 SOLVER_MATRICES = 7  # two sums, what is added to one of them, and three to solve
@@ -223,10 +223,9 @@ def branches(module: GraphModule) -> Iterator[Branch]:
         if site is not None and isinstance(site.output, ProjectedWrite):
             own = site.output
             yield _with_bias(Branch(node, *way_to_stream(node, varying), own.weight, own.bias, site), module)
-        elif begun and (tensors := _map_parameters(module, node)):
+        elif begun and (axis := map_axis(node)) is not None and (tensors := _map_parameters(module, node)):
             path, stream, beside = way_to_stream(node, varying)
             if beside is not None:
-                axis = -1 if operation_of(node) == "linear" else 1
                 yield _with_bias(Branch(node, path, stream, beside, *tensors, None, axis), module)
 
 
@@ -256,18 +255,14 @@ def _norm_behind(branch: Branch) -> Node | None:
 
 
 def _map_parameters(module: GraphModule, node: Node) -> tuple[Tensor, Tensor | None] | None:
-    """The weight and bias of a linear node: parameters that nothing else reads, or views of them made right before it,
+    """The weight and bias of a linear map: parameters that nothing else reads, or views of them made right before it,
     as of ONNX's [inputs, outputs], so that no cut lies between. No bias where it has none of its own: files store
     biases of zeros once for all.
     """
-    if operation_of(node) not in {"linear", "conv2d"}:
-        return None
     views = set(takewhile(_moves_alone, _backwards(node.prev)))
     weight = _parameter(module, node.args[1], views)
     bias = _parameter(module, node.args[2], views) if len(node.args) > 2 else None
-    if weight is None or (operation_of(node) == "conv2d" and not _one_pixel(node, weight)):
-        return None
-    return weight, bias
+    return None if weight is None else (weight, bias)
 
 
 def _parameter(module: GraphModule, node: object, views: Collection[Node]) -> Tensor | None:
@@ -297,10 +292,3 @@ def _backwards(node: Node) -> Iterator[Node]:
     while node.op != "root":
         yield node
         node = node.prev
-
-
-def _one_pixel(node: Node, weight: Tensor) -> bool:
-    """Whether a convolution is a linear map of each pixel by itself."""
-    options = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False))
-    whole = options.get("padding", [0]) in ([0], [0, 0]) and options.get("stride", [1]) in ([1], [1, 1])
-    return list(weight.shape[2:]) == [1, 1] and whole and options.get("groups", 1) in (1,)

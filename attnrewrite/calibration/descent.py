@@ -149,13 +149,15 @@ def sampled(
 def _projected_tokens(site: SiteModule, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tokens [B, N, C] of the roles whose heads are a projection of them alone; those of several are kept once."""
     read: dict[tuple[object, ...], Tensor] = {}
+    views: dict[tuple[object, ...], Tensor] = {}
     found: dict[str, Tensor] = {}
     for role in ROLES:
         reader = getattr(site, role)
         if isinstance(reader, ProjectedRead | TracedRead) and reader.heads == site.heads:
             place = site.roles[role], reader.layout
             if place not in read:
-                read[place] = reader.tokens(given[site.roles[role]])
+                made = reader.tokens(given[site.roles[role]])
+                read[place] = views.setdefault((made.data_ptr(), made.shape, made.stride()), made)
             found[role] = read[place]
     return found
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from attnrewrite.calibration.way import operation_of, shape_of, varying_nodes
+from attnrewrite.calibration.way import map_axis, operation_of, shape_of, varying_nodes
 
 _MAPS = {"linear", "conv2d", "matmul"}
 _DIVIDES = {"view", "reshape", "flatten", "unflatten", "permute", "transpose"}  # or moves
@@ -73,10 +73,13 @@ class Part:
 
 
 def back_from(module: GraphModule, end: Node, varying: Collection[Node]) -> Part | None:
-    """From `end` back to the tokens [B, N, C] that the linear maps read that all comes through that varies."""
+    """From `end` back to the tokens [B, ..., C], or pixels [B, C, H, W], that the linear maps read that all comes
+    through that varies.
+    """
     found: set[Node] = set()
     lengths: set[Node] = set()
     tokens: set[Node] = set()
+    axes: set[int] = set()
     walk = [end]
     while walk:
         node = walk.pop()
@@ -89,11 +92,13 @@ def back_from(module: GraphModule, end: Node, varying: Collection[Node]) -> Part
             continue
         found.add(node)
         behind = node.all_input_nodes
-        if node in varying and operation_of(node) == "linear":
+        axis = map_axis(node)
+        if node in varying and axis is not None:
             tokens.add(behind[0])
+            axes.add(axis)
             behind = behind[1:]
         walk += behind
-    if len(tokens) != 1 or tokens & found or len(shape_of(*tokens)) != 3:
+    if len(tokens) != 1 or len(axes) != 1 or tokens & found or len(shape_of(*tokens)) < 3:
         return None
     part = Part(tuple(tokens), end, frozenset(found), frozenset(lengths))
     return part if part.sound else None
@@ -154,9 +159,10 @@ def _places(module: GraphModule, nodes: Collection[Node]) -> dict[Node, Any]:
     found: dict[Node, Any] = {}
     begun = 0
     for node in module.graph.nodes:
-        if node in nodes and operation_of(node) == "linear":
-            _, tokens, channels = node.meta["val"].shape
-            found[node] = torch.arange(begun, begun + channels).expand(1, int(tokens), -1)
+        axis = map_axis(node) if node in nodes else None
+        if axis is not None:
+            *lengths, channels = map(int, node.meta["val"].movedim(axis, -1).shape[1:])
+            found[node] = torch.arange(begun, begun + channels).expand(1, *lengths, -1).movedim(-1, axis)
             begun += channels
         elif _divides(node) and node.args[0] in found:
             args, kwargs = map_arg((node.args, node.kwargs), lambda own: 1 if is_length(own) else found[own])

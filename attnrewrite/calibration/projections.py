@@ -12,30 +12,35 @@ from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration.branches import Branch
 from attnrewrite.calibration.parts import Part, back_from, on_to, read_apart
-from attnrewrite.calibration.way import varying_nodes
+from attnrewrite.calibration.way import map_axis, varying_nodes
 from attnrewrite.passes.site_module import Read, SiteModule, Write, read, write
 
 ROLES = ("query", "key", "value")
 
 
 class TracedRead(nn.Module):
-    """The part of a graph that makes the heads' queries, keys or values of tokens [B, N, C]."""
+    """The part of a graph that makes the heads' queries, keys or values of tokens [B, ..., C], or of pixels, whose
+    channels lie along `axis`.
+    """
 
-    def __init__(self, own: Read, part: GraphModule, heads: int) -> None:
+    def __init__(self, own: Read, part: GraphModule, axis: int, places: tuple[int, ...], heads: int) -> None:
         super().__init__()
-        self.layout = own.layout
+        self.layout = axis, places  # of what it reads
+        self.heads_layout = own.layout
         self.heads = heads
         self.part = part
 
     def tokens(self, tensor: Tensor) -> Tensor:
-        return tensor
+        """[B, N, C]."""
+        return tensor.movedim(self.layout[0], -1).flatten(1, -2)
 
     def project(self, tokens: Tensor) -> Tensor:
         """[B, N, C] -> [B, heads, N, channels]."""
-        return read(self.part(tokens), self.layout)
+        axis, places = self.layout
+        return read(self.part(tokens.unflatten(1, places).movedim(-1, axis)), self.heads_layout)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        return self.project(tensor)
+        return self.project(self.tokens(tensor))
 
 
 class TracedWrite(nn.Module):
@@ -89,7 +94,8 @@ def with_projections(module: GraphModule, node: Node, reached: Branch | None = N
         (tokens,) = part.inputs
         given[tokens.name] = tokens
         found.roles[role] = tokens.name
-        setattr(found, role, TracedRead(getattr(site, role), part.as_module(module, inside), site.heads))
+        traced = part.as_module(module, inside)
+        setattr(found, role, TracedRead(getattr(site, role), traced, *_layout(part), site.heads))
     way = None if reached is None else on_to(module, node, reached.node)
     if reached is not None and way is not None:
         given |= {each.name: each for each in way.inputs[1:]}
@@ -100,6 +106,14 @@ def with_projections(module: GraphModule, node: Node, reached: Branch | None = N
     changed = inside & varying
     begins = next(each for each in module.graph.nodes if each is node or each in changed)
     return Searched(found, tuple(given.values()), begins)
+
+
+def _layout(part: Part) -> tuple[int, tuple[int, ...]]:
+    """Along which axis of what a part reads its maps' channels lie, and the lengths of the axes of its tokens."""
+    (tokens,) = part.inputs
+    axis = next(axis for user in tokens.users if user in part.nodes and (axis := map_axis(user)) is not None)
+    lengths = tokens.meta["val"].movedim(axis, -1).shape[1:-1]
+    return axis, (-1, *map(int, lengths[1:]))
 
 
 def reaches(module: GraphModule, node: Node, branch: Branch) -> bool:

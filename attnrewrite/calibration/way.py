@@ -210,6 +210,22 @@ def _is_settled_norm(node: Node) -> bool:
     return operation_of(node) == "batch_norm" and not node.args[5]
 
 
+def map_axis(node: Node) -> int | None:
+    """The axis that a linear map of tokens [..., C], or pixels [B, C, H, W], works on; None where `node` is neither."""
+    kind = operation_of(node)
+    if kind == "linear":
+        return -1
+    return 1 if kind == "conv2d" and _of_one_pixel(node) else None
+
+
+def _of_one_pixel(convolution: Node) -> bool:
+    """Whether it is a linear map of each pixel by itself."""
+    options = dict(zip(("stride", "padding", "dilation", "groups"), convolution.args[3:], strict=False))
+    whole = options.get("padding", [0]) in ([0], [0, 0]) and options.get("stride", [1]) in ([1], [1, 1])
+    kernel = shape_of(convolution.args[1])[2:]  # type: ignore[arg-type]
+    return kernel == ("1", "1") and whole and options.get("groups", 1) in (1,)
+
+
 def varying_nodes(module: GraphModule) -> set[Node]:
     """The nodes that depend on an input of the graph."""
     found: set[Node] = set()

@@ -64,6 +64,28 @@ class NormedAndTurned(Turned):
         return self.turned(self.first(query)), self.turned(self.second(key))
 
 
+class NormedPlaces(Between):
+    """Of tokens that are laid out as a picture."""
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = self.qkv(x.unflatten(1, (SIDE, SIDE))).reshape(-1, x.shape[1], 3, HEADS, HEAD_DIM)
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        return query, key, value
+
+
+class NormedPixels(Between):
+    """Projected by a convolution of one pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Conv2d(WIDTH, 3 * WIDTH, 1)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = self.qkv(x.mT.unflatten(2, (SIDE, SIDE))).reshape(-1, 3, HEADS, HEAD_DIM, x.shape[1])
+        query, key, value = packed.permute(1, 0, 2, 4, 3).unbind(0)
+        return query, key, value
+
+
 class AllNormed(Between):
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = super().heads(x)
@@ -132,6 +154,23 @@ class Beside(Between):
         return self.proj(torch.cat([out.transpose(1, 2).reshape(-1, x.shape[1], WIDTH), F.gelu(inner)], -1))
 
 
+class BesidePixels(Beside):
+    """The same by convolutions of one pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Conv2d(WIDTH, 5 * WIDTH, 1)
+        self.proj = nn.Conv2d(3 * WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed, inner = self.qkv(x.mT.unflatten(2, (SIDE, SIDE))).split([3 * WIDTH, 2 * WIDTH], 1)
+        heads = packed.reshape(-1, 3, HEADS, HEAD_DIM, x.shape[1]).permute(1, 0, 2, 4, 3)
+        query, key, value = heads.unbind(0)
+        out = F.scaled_dot_product_attention(*self.between(query, key), value)
+        together = torch.cat([out.mT.reshape(-1, WIDTH, SIDE, SIDE), F.gelu(inner)], 1)
+        return self.proj(together).flatten(2).mT
+
+
 class NormedBehind(Attention):
     """A normalisation between the heads' outputs and their projection (BEiT-3)."""
 
@@ -196,8 +235,10 @@ class ReadTwice(NormedBehind):
         return self.proj(self.norm(out)) + out.mean(1, keepdim=True)
 
 
-TRACED: tuple[type[Between], ...] = (Between, Turned, NormedAndTurned, AllNormed, Tempered, Heated, HeatedByImage)
-BEHIND: tuple[type[nn.Module], ...] = (Beside, NormedBehind, GatedBehind, OfPlaces, OfPixels, OfSomePixels)
+TRACED: tuple[type[Between], ...] = (Between, Turned, NormedAndTurned, NormedPlaces, NormedPixels, AllNormed)
+TRACED += (Tempered, Heated, HeatedByImage)
+BEHIND: tuple[type[nn.Module], ...] = (Beside, BesidePixels, NormedBehind, GatedBehind)
+BEHIND += (OfPlaces, OfPixels, OfSomePixels)
 LEFT: tuple[type[nn.Module], ...] = (Gated, Folded)
 
 
@@ -250,7 +291,7 @@ def test_a_site_gives_what_the_map_gives_that_it_reaches(attention: type[nn.Modu
         assert point.reached is not None
         around = with_projections(found.student, point.node, point.reached)
         assert isinstance(around.site.output, TracedWrite)
-        assert isinstance(around.site.query, TracedRead) == (attention is Beside)
+        assert isinstance(around.site.query, TracedRead) == issubclass(attention, Beside)
         with Segments(found.student, found.images, found.processes) as student:
             end = point.reached.node
             _, values = next(student.run(student.order[end] + 1, {end, *around.reads}))
