@@ -80,18 +80,18 @@ def back_from(module: GraphModule, end: Node, varying: Collection[Node]) -> Part
     lengths: set[Node] = set()
     tokens: set[Node] = set()
     axes: set[int] = set()
-    walk = [end]
+    batch, walk = shape_of(end)[:1], [end]
     while walk:
         node = walk.pop()
         if node in found or node in lengths:
             continue
         if not _can_hold(module, node):
             return None
-        if is_length(node):
-            lengths.add(node)
+        behind = node.all_input_nodes
+        if is_length(node) and ((_length(node),) == batch or not all(map(is_length, behind))):
+            lengths.add(node)  # what is computed of it, as images times heads, is a node like any
             continue
         found.add(node)
-        behind = node.all_input_nodes
         axis = map_axis(node)
         if node in varying and axis is not None:
             tokens.add(behind[0])
@@ -135,7 +135,7 @@ def read_apart(module: GraphModule, parts: Collection[Part], reader: Node, varyi
     """Whether what the linear maps of `parts` give for `reader`, which stands behind them, nothing else reads: others
     may read other channels of them.
     """
-    nodes = {node for part in parts for node in part.nodes if node in varying}
+    nodes = {node for part in parts for node in part.nodes if node in varying and not is_length(node)}
     inside = {reader}.union(nodes, *(part.lengths for part in parts))
     reads = [(node, user) for node in nodes for user in node.users if not is_length(user)]
     others = [(node, user) for node, user in reads if user not in inside]

@@ -6,12 +6,13 @@ changes the projections of query, key and value there.
 import copy
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import combinations
 
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from attnrewrite.calibration.branches import Branch
-from attnrewrite.calibration.parts import Part, back_from, on_to, read_apart
+from attnrewrite.calibration.parts import Part, back_from, is_length, on_to, read_apart
 from attnrewrite.calibration.way import map_axis, varying_nodes
 from attnrewrite.passes.site_module import Read, SiteModule, Write, read, write
 
@@ -20,24 +21,23 @@ ROLES = ("query", "key", "value")
 
 class TracedRead(nn.Module):
     """The part of a graph that makes the heads' queries, keys or values of tokens [B, ..., C], or of pixels, whose
-    channels lie along `axis`.
+    channels lie along `axis`; the tokens' own axes are `places` long, the first -1.
     """
 
     def __init__(self, own: Read, part: GraphModule, axis: int, places: tuple[int, ...], heads: int) -> None:
         super().__init__()
-        self.layout = axis, places  # of what it reads
-        self.heads_layout = own.layout
+        self.layout = own.layout
+        self.axis, self.places = axis, places
         self.heads = heads
         self.part = part
 
     def tokens(self, tensor: Tensor) -> Tensor:
         """[B, N, C]."""
-        return tensor.movedim(self.layout[0], -1).flatten(1, -2)
+        return tensor.movedim(self.axis, -1).flatten(1, -2)
 
     def project(self, tokens: Tensor) -> Tensor:
         """[B, N, C] -> [B, heads, N, channels]."""
-        axis, places = self.layout
-        return read(self.part(tokens.unflatten(1, places).movedim(-1, axis)), self.heads_layout)
+        return read(self.part(tokens.unflatten(1, self.places).movedim(-1, self.axis)), self.layout)
 
     def forward(self, tensor: Tensor) -> Tensor:
         return self.project(self.tokens(tensor))
@@ -103,7 +103,7 @@ def with_projections(module: GraphModule, node: Node, reached: Branch | None = N
         assert isinstance(site.output, Write)
         found.output = TracedWrite(site.output, way.as_module(module), reached.axis, beside)
     found.values = tuple(given)
-    changed = inside & varying
+    changed = {each for each in inside & varying if not is_length(each)}
     begins = next(each for each in module.graph.nodes if each is node or each in changed)
     return Searched(found, tuple(given.values()), begins)
 
@@ -124,9 +124,15 @@ def reaches(module: GraphModule, node: Node, branch: Branch) -> bool:
 
 
 def _projected(module: GraphModule, node: Node, site: SiteModule, varying: Collection[Node]) -> dict[str, Part]:
-    """The parts of the roles that `site` reads as heads; none where others read what a change of their maps changes."""
+    """The parts of the roles that `site` reads as heads: of as many as others read nothing of that a change of their
+    maps changes.
+    """
     roles = [role for role in ROLES if isinstance(getattr(site, role), Read)]
     ends = dict(zip(site.values, node.args, strict=True))
     traced = {role: back_from(module, ends[site.roles[role]], varying) for role in roles}  # type: ignore[arg-type]
-    parts = {role: part for role, part in traced.items() if part is not None}
-    return parts if read_apart(module, parts.values(), node, varying) else {}
+    parts = [(role, part) for role, part in traced.items() if part is not None]
+    for count in range(len(parts), 0, -1):
+        for some in map(dict, combinations(parts, count)):
+            if read_apart(module, some.values(), node, varying):
+                return some
+    return {}
