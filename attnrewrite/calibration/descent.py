@@ -149,7 +149,7 @@ def sampled(
 def _projected_tokens(site: SiteModule, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tokens [B, N, C] of the roles whose heads are a projection of them alone; those of several are kept once."""
     read: dict[tuple[object, ...], Tensor] = {}
-    views: dict[tuple[object, ...], Tensor] = {}
+    views: dict[tuple[object, ...], Tensor] = {}  # the same tokens, which each reader lays out for itself
     found: dict[str, Tensor] = {}
     for role in ROLES:
         reader = getattr(site, role)

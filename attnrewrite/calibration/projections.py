@@ -95,7 +95,7 @@ def with_projections(module: GraphModule, node: Node, reached: Branch | None = N
         given[tokens.name] = tokens
         found.roles[role] = tokens.name
         traced = part.as_module(module, inside)
-        setattr(found, role, TracedRead(getattr(site, role), traced, *_layout(part), site.heads))
+        setattr(found, role, TracedRead(getattr(site, role), traced, *_axis_and_places(part), site.heads))
     way = None if reached is None else on_to(module, node, reached.node)
     if reached is not None and way is not None:
         given |= {each.name: each for each in way.inputs[1:]}
@@ -108,8 +108,8 @@ def with_projections(module: GraphModule, node: Node, reached: Branch | None = N
     return Searched(found, tuple(given.values()), begins)
 
 
-def _layout(part: Part) -> tuple[int, tuple[int, ...]]:
-    """Along which axis of what a part reads its maps' channels lie, and the lengths of the axes of its tokens."""
+def _axis_and_places(part: Part) -> tuple[int, tuple[int, ...]]:
+    """The axis of what a part reads that its maps work on, and how long the other axes are, the first of them -1."""
     (tokens,) = part.inputs
     axis = next(axis for user in tokens.users if user in part.nodes and (axis := map_axis(user)) is not None)
     lengths = tokens.meta["val"].movedim(axis, -1).shape[1:-1]
@@ -124,8 +124,8 @@ def reaches(module: GraphModule, node: Node, branch: Branch) -> bool:
 
 
 def _projected(module: GraphModule, node: Node, site: SiteModule, varying: Collection[Node]) -> dict[str, Part]:
-    """The parts of the roles that `site` reads as heads: of as many as others read nothing of that a change of their
-    maps changes.
+    """The parts of roles that `site` reads as heads: the most of them together whose maps may change without a change
+    of what others read.
     """
     roles = [role for role in ROLES if isinstance(getattr(site, role), Read)]
     ends = dict(zip(site.values, node.args, strict=True))

@@ -319,7 +319,7 @@ def test_projections_that_others_read_or_that_are_not_followed_stay_as_they_are(
             around = with_projections(found.student, point.node)
             own = {role for role in ROLES if getattr(around.site, role) is getattr(point.site, role)}
             assert own == {*UNSEARCHED[attention], "value"}  # which the site projects itself
-            assert around.site.roles["query"] == point.site.roles["query"]
+            assert (around.begins is point.node) == (own == {*ROLES})
 
 
 def test_a_site_that_others_read_too_reaches_no_map() -> None:
@@ -371,7 +371,8 @@ def test_projections_that_the_fit_has_passed_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "told"), [(Between, []), *((own, [" and ".join(roles)]) for own, roles in UNSEARCHED.items())]
+    ("attention", "told"),
+    [(Between, []), (NormedApart, []), *((own, [" and ".join(roles)]) for own, roles in UNSEARCHED.items())],
 )
 def test_projections_that_are_not_searched_are_named(attention: type[nn.Module], told: list[str]) -> None:
     found = given(attention)
