@@ -79,7 +79,9 @@ def convert_source(
     tell_fixed(captured)
     scanned, kept = _with_heads_joined(source, captured, keep)
     captured, found = replace(captured, module=scanned.graph.module), scanned.scan
-    variant = variant.among(found.sites) if isinstance(variant, Auto) else variant
+    asked = variant = variant.among(found.sites) if isinstance(variant, Auto) else variant
+    if images is None and isinstance(variant, Variant):
+        variant = variant.uncalibrated()
     fates = fates_of(found, variant, kept)
     possible = [site for site in found.sites if fates[site.id] is None]
     require_grid(found, variant)
@@ -100,7 +102,7 @@ def convert_source(
     fates |= {site: Refusal("check-failed", f"its check failed: {fault}") for site, fault in faults.items()}
     fates |= replaced.selection.reasons
     report = {
-        **_asked(source, variant, captured, execution.seed),
+        **_asked(source, asked, captured, execution.seed),
         **_found(found, fates, proof, replaced),
         "calibration": {"images": len(images or ()), "stages": [asdict(stage) for stage in replaced.stages]},
     }

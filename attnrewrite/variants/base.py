@@ -52,6 +52,10 @@ class Variant:
         """What the form leaves out at `site` beyond its own approximation, as a sentence; None when nothing."""
         return None
 
+    def uncalibrated(self) -> "Variant":
+        """The variant without what calibration alone would fill."""
+        return self
+
     def follow_ups(self) -> tuple[FollowUp, ...]:
         """What is to change around every site that the form takes."""
         return ()

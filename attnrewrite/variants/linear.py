@@ -105,6 +105,9 @@ class LinearVariant(Variant):
         """Whether the bias is one that the form honours: of the keys alone."""
         return site.bias_of_keys and self.no_key_bias is None
 
+    def uncalibrated(self) -> Variant:
+        return replace(self, bias_rank=0)
+
     def build(self, site: AttentionSite) -> Form:
         site = self._told(site)
         if self._all_exact(site):

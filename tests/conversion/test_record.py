@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_vits import INPUTS, encoder
+import torch
+import torch.nn.functional as F
+from tiny_vits import IMAGE, INPUTS, encoder
+from torch import Tensor, nn
 
 import attnrewrite as ar
 from attnrewrite.api import sites_of
@@ -38,3 +41,29 @@ def test_a_report_that_says_otherwise_changes_nothing(tmp_path: Path) -> None:
         site |= {"variant": "mobile", "heads": 99, "name": "elsewhere"}
     (folder / REPORT_FILE).write_text(json.dumps(report))
     assert sites_of(folder, load_source(folder)) == before
+
+
+class Biased(nn.Module):
+    """An embedding of 16 tokens, and attention of 4 heads with a bias of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.proj = nn.Conv2d(3, 32, 4, 4), nn.Linear(32, 96), nn.Linear(32, 5)
+        self.bias = nn.Parameter(torch.randn(1, 4, 16, 16))
+
+    def forward(self, image: Tensor) -> Tensor:
+        tokens = self.embed(image).flatten(2).transpose(1, 2)
+        query, key, value = self.qkv(tokens).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(query, key, value, self.bias)
+        return self.proj(heads.transpose(1, 2).flatten(2).mean(1))
+
+
+def test_only_what_stands_there_is_counted_and_noted() -> None:
+    torch.manual_seed(0)
+    images, options = torch.randn(8, *IMAGE[1:]), {"approximate": True}
+    plain, fitted = (
+        ar.convert(Biased().eval(), images[:1], variant="l1", options=options, calibration=given).report["sites"][0]
+        for given in (None, images)
+    )
+    assert fitted["multiplies"] - plain["multiplies"] == 4 * 4 * (16 + 16) * 8  # heads, rank, tokens, head_dim
+    assert fitted["note"] == f"{plain['note']}, but for factors of rank 4 that calibration gives"
