@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from attnrewrite.errors import CheckFailedError
@@ -80,8 +80,8 @@ def prove(
 
 
 def with_softmax(scanned: Scanned[FxGraph], sites: Sequence[AttentionSite]) -> GraphModule:
-    """The captured model with softmax re-emitted at `sites`."""
-    return with_variants(scanned, dict.fromkeys([site.id for site in sites], get_variant("softmax")))
+    """The captured model with softmax re-emitted at `sites`: to be read alone, as it shares its weights."""
+    return with_variants(scanned, dict.fromkeys([site.id for site in sites], get_variant("softmax")), Tensor.detach)
 
 
 def _runnable(source: Source) -> nn.Module:

@@ -25,7 +25,6 @@ from attnrewrite.selection.problem import Auto, Extraction
 from attnrewrite.selection.select import Selection, select
 from attnrewrite.site import AttentionSite
 from attnrewrite.variants.base import Variant
-from attnrewrite.variants.registry import get_variant
 
 log = logging.getLogger("attnrewrite")
 
@@ -64,7 +63,7 @@ class Replacement:
         """
         selection = self._selection(sites, teacher)
         if isinstance(self.variant, Auto):
-            teacher = with_variants(self.scanned, dict.fromkeys(selection.standing, get_variant("softmax")))
+            teacher = with_softmax(self.scanned, [site for site in sites if site.id in selection.standing])
         student = with_variants(self.scanned, selection.standing)
         stages: list[StageReport] = []
         if self.pool is not None:

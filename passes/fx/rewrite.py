@@ -31,8 +31,12 @@ FOLLOW_UPS: dict[FollowUp, Callable[[str], Pass[GraphModule]]] = {"relu-for-gelu
 class FxRewrite(PlanPass[GraphModule, FxGraph]):
     """Apply `plan` to a GraphModule of aten operations (as `frontends.capture` gives it). The input is not changed.
 
-    `apply` raises InputError where the plan was made for another model or a variant refuses its site.
+    `held` makes what the result holds of each weight outside the sites: a copy, or the same memory (Tensor.detach) in a
+    model that is only read. `apply` raises InputError where the plan was made for another model or a variant refuses
+    its site.
     """
+
+    held: Callable[[Tensor], Tensor] = Tensor.clone
 
     def scan(self, graph: GraphModule) -> Scanned[FxGraph]:
         return scan_graph(graph, self.plan.model)
@@ -60,7 +64,7 @@ class FxRewrite(PlanPass[GraphModule, FxGraph]):
             for site in known.scan.sites
             if site.id in placements
         ]
-        result, edits = swapped(graph, replacements)
+        result, edits = swapped(graph, replacements, self.held)
         changed = _set_parameters(result, self.plan)
         return PassResult(result, (*edits, *changed, *self._followed_up(result, edits)))
 
@@ -93,15 +97,17 @@ def scan_graph(module: GraphModule, model: str) -> Scanned[FxGraph]:
     return Scanned(graph, scan(graph, model))
 
 
-def with_variants(scanned: Scanned[FxGraph], standing: Mapping[str, Variant]) -> GraphModule:
-    """The scanned graph with these variants at their sites, by id."""
+def with_variants(
+    scanned: Scanned[FxGraph], standing: Mapping[str, Variant], held: Callable[[Tensor], Tensor] = Tensor.clone
+) -> GraphModule:
+    """The scanned graph with these variants at their sites, by id, and other weights `held` as FxRewrite says."""
     sites = [site for site in scanned.scan.sites if site.id in standing]
     plan = Plan(scanned.scan.model, tuple(Placement.at(site, standing[site.id]) for site in sites))
-    return FxRewrite(plan, scanned)(scanned.graph.module)
+    return FxRewrite(plan, scanned, held)(scanned.graph.module)
 
 
 def swapped(
-    module: GraphModule, replacements: list[tuple[AttentionSite, SiteModule]]
+    module: GraphModule, replacements: list[tuple[AttentionSite, SiteModule]], held: Callable[[Tensor], Tensor]
 ) -> tuple[GraphModule, tuple[SiteEdit, ...]]:
     """A copy of `module` in which each site is one call of its module; what only the sites' operations read is gone."""
     with quiet_copying():
@@ -111,7 +117,7 @@ def swapped(
     edits = tuple(_swap(result, nodes, site, rewritten) for site, rewritten in replacements)
     _allow_any_strides(result)
     CleanUp(pure=frozenset(node for site, _ in replacements for node in site.nodes)).apply(result)
-    _own_parameters(result)
+    _hold_parameters(result, held)
     result.graph.lint()
     return result, edits
 
@@ -160,10 +166,10 @@ def _allow_any_strides(module: GraphModule) -> None:
             node.target = torch.ops.aten.reshape.default
 
 
-def _own_parameters(module: GraphModule) -> None:
-    """Copy the parameters and buffers that the copy of the module still shares with the original."""
+def _hold_parameters(module: GraphModule, held: Callable[[Tensor], Tensor]) -> None:
+    """Have the copy of a module hold what is `held` of the parameters and buffers that it got from the original."""
     rewritten = {id(t) for m in module.modules() if isinstance(m, SiteModule) for t in m.parameters()}
-    copies: dict[int, Tensor] = {}
+    own: dict[int, Tensor] = {}
     for node in module.graph.nodes:
         if node.op != "get_attr":
             continue
@@ -172,13 +178,13 @@ def _own_parameters(module: GraphModule) -> None:
         tensor = getattr(holder, attribute)
         if not isinstance(tensor, Tensor) or id(tensor) in rewritten:
             continue
-        if id(tensor) not in copies:
-            fresh = tensor.detach().clone()
-            copies[id(tensor)] = (
+        if id(tensor) not in own:
+            fresh = held(tensor.detach())
+            own[id(tensor)] = (
                 torch.nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fresh
             )
-            copies[id(copies[id(tensor)])] = copies[id(tensor)]
-        setattr(holder, attribute, copies[id(tensor)])
+            own[id(own[id(tensor)])] = own[id(tensor)]
+        setattr(holder, attribute, own[id(tensor)])
 
 
 def _set_parameters(module: GraphModule, plan: Plan) -> tuple[Edit, ...]:

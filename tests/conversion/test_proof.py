@@ -117,7 +117,7 @@ def test_the_report_says_what_was_checked() -> None:
     assert max(checks["graph_error"], checks["rewriting_error"]) < 1e-5
 
 
-def test_draws_that_a_model_does_not_take_as_one_batch_are_tried_one_by_one() -> None:
+def test_a_draw_that_a_model_does_not_take_is_tried_kind_by_kind() -> None:
     class Single(Odd):
         def forward(self, x: Tensor) -> Tensor:
             if x.shape[0] != 1:
@@ -127,17 +127,17 @@ def test_draws_that_a_model_does_not_take_as_one_batch_are_tried_one_by_one() ->
     alone = (TOKENS[0][:1],)
     graph = capture("odd", Odd(), alone).module
     draws = drawn(graph, alone)
-    example, mixed = draws
     told: list[tuple[int, int]] = []
-    agreed = agreement("single", Single(), graph, in_one_batch(draws), progress=lambda *far: told.append(far))
+    agreed = agreement("single", Single(), graph, draws, progress=lambda *far: told.append(far))
     own = "the example's values in another order"
     assert [run.draw.name for run in agreed.runs] == [
         "the example", f"{own}, as many images as in the example", "sparse values of both signs, 1 image",
         "large values of one sign, 1 image",
     ]  # fmt: skip
-    assert told == [(0, 1), (1, 3), (2, 3), (3, 6), (4, 7), (5, 7), (6, 7), (7, 7)]
-    two = f"{own}, 2 images"
-    assert list(agreed.refused) == [f"{example.name} and {mixed.name}", mixed.name, two]
+    assert told == [(0, 2), (1, 2), (2, 5), (3, 6), (4, 6), (5, 6), (6, 6)]
+    assert list(agreed.refused) == [draws[1].name, f"{own}, 2 images"]
+    together = agreement("single", Single(), graph, in_one_batch(draws))
+    assert (len(together.runs), together.refused) == (1, {})  # it answers each alone as the graph does both
 
 
 def test_a_draw_that_has_no_number_for_an_answer_is_drawn_kind_by_kind() -> None:
@@ -158,8 +158,8 @@ def test_a_draw_that_has_no_number_for_an_answer_is_drawn_kind_by_kind() -> None
 
 
 @pytest.mark.parametrize("open_batch", [True, False])
-def test_a_conversion_without_images_runs_the_model_on_its_example_and_on_a_pair(open_batch: bool) -> None:
-    """Once as it is loaded, once beside what is drawn: whatever is proven of it is proven of these runs."""
+def test_a_conversion_without_images_runs_the_model_on_its_example_and_on_what_is_drawn(open_batch: bool) -> None:
+    """Once as it is loaded, once on that alone: whatever is proven of it is proven of these runs."""
 
     class Counted(Odd):
         def forward(self, x: Tensor) -> Tensor:
@@ -169,7 +169,29 @@ def test_a_conversion_without_images_runs_the_model_on_its_example_and_on_a_pair
 
     seen: list[int] = []
     ar.convert(Counted(), (TOKENS[0][:1],), variant="l1")
-    assert seen == ([1, 2] if open_batch else [1, 1, 1])
+    assert seen == [1, 1]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.01])
+def test_images_that_see_each_other_are_held_to_the_model_together(scale: float) -> None:
+    class Crowd(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.shape[0])
+            return super().forward(x - x.mean(0))
+
+    seen: list[int] = []
+    model, alone = Crowd(), (TOKENS[0][:1],)
+    graph = copy.deepcopy(capture("crowd", model, alone).module)
+    draws = in_one_batch(drawn(graph, alone))
+    with torch.no_grad():
+        graph.proj.weight.mul_(scale)
+    seen.clear()
+    if scale == 1.0:
+        assert agreement("crowd", model, graph, draws).error < 1e-5
+    else:
+        with pytest.raises(CheckFailedError, match=f"differs from the model by .* on {draws[0].name}"):
+            agreement("crowd", model, graph, draws)
+    assert seen == [1, 2]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.01])
